@@ -1,0 +1,24 @@
+"""Hooks of an inversion run, beside Lightning's own. Callbacks observe: none changes a result."""
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import Callback, Trainer
+
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
+    from dlmi.results import Inversion
+    from dlmi.slots import Slot
+
+
+class InversionCallback(Callback):
+    """Base of callbacks that follow targets rather than batches."""
+
+    def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
+        """After discrete prompts were decoded; each slot's `last` and `best` are up to date."""
+
+    def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """When a target is done with, before its slot is reused."""
+
+    def finished_target_ids(self) -> set[str]:
+        """Targets that need no more work because their rows are already stored."""
+        return set()

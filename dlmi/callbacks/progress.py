@@ -1,0 +1,143 @@
+"""The progress bar: targets done, speed, honest LCS, time left; plain lines in a log file."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from dlmi.callbacks.base import InversionCallback
+from dlmi.display import marked_output, summary_table
+
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
+    from dlmi.results import Inversion
+
+
+class InversionProgress(InversionCallback, ProgressBar):
+    """Show a run as it goes, and a table per difficulty at its end.
+
+    Args:
+        log_seconds: Seconds between two lines where there is no terminal to draw on.
+    """
+
+    def __init__(self, log_seconds: float = 30.0) -> None:
+        super().__init__()
+        self.log_seconds = log_seconds
+        self.console = Console()
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._enabled = True
+        self._started = 0.0
+        self._last_line = 0.0
+        self._steps = 0
+
+    def disable(self) -> None:
+        """Lightning turns all ranks but the first off."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """And on."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
+        """Say what runs on what, and open the bar."""
+        if not self._enabled:
+            return
+        lm = pl_module.lm
+        parameters = sum(p.numel() for p in lm.model.parameters()) / 1e6
+        dtype = str(lm.dtype).removeprefix("torch.")
+        self.console.print(
+            f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, {dtype}, "
+            f"{lm.device.type}): {len(pl_module.data.targets)} targets, N={pl_module.prompt_length}"
+            f", at most {pl_module.steps} steps each, {len(pl_module.slots)} at a time",
+            highlight=False,
+            markup=False,
+        )
+        if trainer.log_dir:
+            self.console.print(
+                f"results and TensorBoard in {trainer.log_dir}", highlight=False, markup=False
+            )
+        self._started = self._last_line = time.monotonic()
+        self._steps = 0
+        if self.console.is_terminal:
+            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("starting", total=1.0)
+            self._bar.start()
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: "Inverter", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move on by one step of each slot in flight."""
+        if not self._enabled:
+            return
+        self._steps += len(pl_module.active)
+        now = time.monotonic()
+        if self._bar is not None:
+            done, total = self._work(pl_module)
+            self._bar.update(
+                self._task, completed=done, total=total, description=self._line(pl_module)
+            )
+        elif now - self._last_line >= self.log_seconds:
+            self._last_line = now
+            print(self._line(pl_module), flush=True)
+
+    def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """One line for each target that is done."""
+        if not self._enabled:
+            return
+        style = "bold green" if row.exact else "yellow" if row.lcs > 0 else "dim"
+        line = Text.assemble(
+            (f"{row.target_id:<14}", "bold"),
+            (f"LCS {row.lcs:.2f} ", style),
+            f"{row.stop_reason:<11} {row.steps:>5} steps {row.seconds:>7.1f} s  ",
+        )
+        line.append_text(marked_output(module.lm, row.target_ids, row.output_ids))
+        self.console.print(line, soft_wrap=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the bar; the table comes when all rows are in."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def teardown(self, trainer: Trainer, pl_module: "Inverter", stage: str) -> None:  # type: ignore[override]
+        """The table per difficulty."""
+        self.on_train_end(trainer, pl_module)
+        if self._enabled and pl_module.finished:
+            self.console.print(summary_table(pl_module.finished))
+
+    @staticmethod
+    def _work(module: "Inverter") -> tuple[int, int]:
+        """Steps done, where a finished target counts its whole budget, and steps in all."""
+        total = len(module.data.targets) * module.steps
+        waiting = len(module.queue) * module.steps
+        in_flight = sum(module.steps - slot.step for slot in module.active)
+        return total - waiting - in_flight, total
+
+    def _line(self, module: "Inverter") -> str:
+        done, total = self._work(module)
+        rate = self._steps / max(time.monotonic() - self._started, 1e-9)
+        finished = len(module.data.targets) - len(module.queue) - len(module.active)
+        best = " ".join(f"{slot.best.lcs:.2f}" for slot in module.active if slot.best)
+        mean = (
+            f"{sum(row.lcs for row in module.finished) / len(module.finished):.2f}"
+            if module.finished
+            else "-"
+        )
+        left = _clock((total - done) / rate) if rate > 0 else "?"
+        return (
+            f"{finished}/{len(module.data.targets)} targets · {rate:.2f} steps/s · "
+            f"mean LCS {mean} · in flight {best} · at most {left} left"
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days} d {hour} h" if days else f"{hour}:{minute:02}:{second:02}"

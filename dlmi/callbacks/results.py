@@ -1,0 +1,53 @@
+"""Writes `results.jsonl`: every finished row is on the disk before its slot is reused."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule, Trainer
+
+from dlmi.callbacks.base import InversionCallback
+from dlmi.errors import InputError
+from dlmi.results import append_row, read_rows, rewrite_rows
+
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
+    from dlmi.results import Inversion
+
+
+class ResultWriter(InversionCallback):
+    """One JSON line per target in the run's folder.
+
+    On resume the rows that are there count as finished, even those written after the checkpoint;
+    only rows of interrupted targets, which go on now, are taken out.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._finished_ids: set[str] = set()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the file; keep what an earlier part of this run finished."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self.path = folder / "results.jsonl"
+        if not self.path.exists():
+            return
+        if trainer.ckpt_path is None:
+            raise InputError(
+                f"Expected a fresh run folder, but {self.path} exists. Resume that run with "
+                "`--ckpt_path`, or choose another folder."
+            )
+        rows = read_rows(self.path, tolerate_cut=True)
+        finished = [row for row in rows if row.stop_reason != "interrupted"]
+        rewrite_rows(self.path, finished)
+        self._finished_ids = {row.target_id for row in finished}
+
+    def finished_target_ids(self) -> set[str]:
+        """Targets whose rows an earlier part of this run wrote."""
+        return self._finished_ids
+
+    def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """Append the row and sync it to the disk."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append_row(self.path, row)

@@ -1,0 +1,127 @@
+"""What TensorBoard shows beside the loss: honest LCS, temperatures, gradients, the text itself."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.optim import Optimizer
+
+from dlmi.callbacks.base import InversionCallback
+from dlmi.display import escape_markdown, marked_markdown, token_texts
+from dlmi.metrics import ExactRate, LCSRatio
+
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
+    from dlmi.results import Inversion
+    from dlmi.slots import Slot
+
+
+class TensorBoardDetails(InversionCallback):
+    """Scalars, histograms, texts and final hyperparameter metrics for TensorBoard.
+
+    Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
+    run; those under `finished/` run over the targets done so far.
+
+    Args:
+        text_every: Evaluations between two texts.
+    """
+
+    def __init__(self, text_every: int = 1) -> None:
+        self.text_every = text_every
+        self._evaluations = 0
+        self._lcs = LCSRatio()
+        self._exact = ExactRate()
+
+    def on_before_optimizer_step(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: "Inverter", optimizer: Optimizer
+    ) -> None:
+        """Gradient norm of each kind of parameter, averaged over the slots in flight."""
+        if (trainer.global_step + 1) % trainer.log_every_n_steps:
+            return
+        for name in pl_module.parameter_shapes():
+            gradients = [getattr(pl_module, name)[slot.index].grad for slot in pl_module.active]
+            norms = [gradient.norm() for gradient in gradients if gradient is not None]
+            if norms:
+                pl_module.log(f"train/grad_norm_{name}", torch.stack(norms).mean(), batch_size=1)
+
+    def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
+        """Means over the slots just decoded, histograms of their temperatures, one text."""
+        board = _board(trainer)
+        if board is None:
+            return
+        step = trainer.global_step
+        for name, values in _scalars(slots).items():
+            if values:
+                board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
+        diagnostics = [module.diagnostics(slot) for slot in slots]
+        for name in diagnostics[0]:
+            values = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
+            board.add_scalar(f"eval/{name}", float(values.mean()), step)
+            board.add_histogram(f"{name}_per_position", values.cpu(), step)
+        if self._evaluations % self.text_every == 0:
+            for slot in slots:
+                board.add_text(f"slot {slot.index}", _slot_markdown(module, slot), step)
+        self._evaluations += 1
+
+    def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """Running means over the finished targets."""
+        self._lcs.update(row.target_ids, row.output_ids)
+        self._exact.update(row.target_ids, row.output_ids)
+        if board := _board(trainer):
+            count = int(self._lcs.count)
+            board.add_scalar("finished/mean_lcs", float(self._lcs.compute()), count)
+            board.add_scalar("finished/exact_rate", float(self._exact.compute()), count)
+            board.add_scalar("finished/lcs", row.lcs, count)
+            board.add_scalar("finished/steps", row.steps, count)
+
+    def teardown(self, trainer: Trainer, pl_module: "Inverter", stage: str) -> None:  # type: ignore[override]
+        """Hyperparameters with the final metrics."""
+        rows, logger = pl_module.finished, trainer.logger
+        if not rows or not isinstance(logger, TensorBoardLogger):
+            return
+        metrics = {
+            "final/mean_lcs": sum(row.lcs for row in rows) / len(rows),
+            "final/exact_rate": sum(row.exact for row in rows) / len(rows),
+            "final/mean_steps": sum(row.steps for row in rows) / len(rows),
+        }
+        logger.log_hyperparams({**pl_module.hparams, **pl_module.data.hparams}, metrics)
+        logger.save()
+
+
+def _board(trainer: Trainer) -> Any:
+    """The SummaryWriter of a TensorBoard logger, or None."""
+    logger = trainer.logger
+    return logger.experiment if isinstance(logger, TensorBoardLogger) else None
+
+
+def _scalars(slots: "list[Slot]") -> dict[str, list[float]]:
+    """Numbers of each slot's latest evaluation, by name; what a slot lacks is left out."""
+    latest = [slot.last for slot in slots if slot.last is not None]
+    best = [slot.best for slot in slots if slot.best is not None]
+    return {
+        "lcs": [e.lcs for e in latest],
+        "best_lcs": [e.lcs for e in best],
+        "as_in_code_lcs": [e.as_in_code_lcs for e in latest if e.as_in_code_lcs is not None],
+        "discrete_loss": [e.discrete_loss for e in latest],
+        "soft_to_hard_gap": [e.discrete_loss - e.loss for e in latest if e.loss is not None],
+    }
+
+
+def _slot_markdown(module: "Inverter", slot: "Slot") -> str:
+    """The target, the output with differences in bold brackets, and the prompt, as a table."""
+    evaluation = slot.last
+    assert evaluation is not None
+    target_ids = slot.target.ids
+    rows = {
+        f"target {escape_markdown(slot.target.id)}": escape_markdown(
+            "".join(token_texts(module.lm, target_ids))
+        ),
+        f"output, LCS {evaluation.lcs:.2f}": marked_markdown(
+            module.lm, target_ids, evaluation.output_ids
+        ),
+        f"prompt after {evaluation.step} steps": escape_markdown(
+            "".join(token_texts(module.lm, evaluation.prompt_ids))
+        ),
+    }
+    return "| | |\n|---|---|\n" + "\n".join(f"| {k} | {v} |" for k, v in rows.items())

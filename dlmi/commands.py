@@ -1,0 +1,142 @@
+"""The commands beside `fit`: writing targets, and decoding found prompts again."""
+
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dlmi.data import TargetDataModule
+from dlmi.errors import InputError
+from dlmi.evaluation import evaluate_prompts
+from dlmi.lm import FrozenLM
+from dlmi.models import load_lm
+from dlmi.results import Inversion, read_rows, text_lcs
+from dlmi.targets import Target, describe_target, write_targets
+
+
+class CommandParser(ArgumentParser):
+    """Errors as `InputError`, so that they end like all others."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        """Raise it."""
+        raise InputError(message)
+
+
+def targets_command(arguments: list[str]) -> int:
+    """`python -m dlmi targets --out FILE`: the options are those of `fit`'s `data`."""
+    parser = CommandParser(
+        prog="python -m dlmi targets",
+        usage="python -m dlmi targets --out FILE [options]",
+        description="Write targets with their ranks, probabilities and perplexity to a JSONL file.",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="File to write; must not exist.")
+    parser.add_class_arguments(TargetDataModule, skip={"batch_size"})
+    config = parser.parse_args(arguments)
+    out: Path = config.out
+    if out.exists():
+        raise InputError(f"Expected `--out` to be a new file, but {out} exists.")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
+    options = {name: value for name, value in config.as_dict().items() if name != "out"}
+    data = TargetDataModule(**options)
+    data.load(_default_device())
+    targets = [describe_target(data.lm, target) for target in data.targets]
+    write_targets(out, targets)
+    Console().print(_targets_table(targets))
+    print(f"{len(targets)} targets of {data.lm.name} in {out}")
+    return 0
+
+
+def verify_command(arguments: list[str]) -> int:
+    """`python -m dlmi verify RESULTS`: exit code 1 where a recorded value does not hold."""
+    parser = CommandParser(
+        prog="python -m dlmi verify",
+        usage="python -m dlmi verify RESULTS [options]",
+        description=(
+            "Load the LM and decode every prompt of a results.jsonl again, one at a time, from "
+            "its ids and from its text."
+        ),
+    )
+    parser.add_argument("results", type=Path, help="A results.jsonl, or the run folder with it.")
+    parser.add_argument("--lm", type=str | None, default=None, help="Default: that of the rows.")
+    parser.add_argument("--dtype", type=str | None, default=None, help="Default: that of the rows.")
+    parser.add_argument("--bos", type=str | int | None, default=None, help="As in `fit`.")
+    config = parser.parse_args(arguments)
+    rows = read_rows(config.results)
+    if not rows:
+        raise InputError(f"Expected RESULTS to hold result rows, but {config.results} is empty.")
+    lms: dict[tuple[str, str], FrozenLM] = {}
+    failures: list[str] = []
+    exact_ids = exact_text = 0
+    for row in track(rows, "decoding", console=Console(stderr=True), disable=not _is_terminal()):
+        name, dtype = config.lm or row.model, config.dtype or row.dtype
+        if (name, dtype) not in lms:
+            lms[name, dtype] = load_lm(name, dtype, _default_device(), config.bos)
+        problems, from_ids, from_text = _verify_row(lms[name, dtype], row)
+        failures += [f"{row.target_id}: {problem}" for problem in problems]
+        exact_ids += from_ids
+        exact_text += from_text
+    table = Table(title=f"{len(rows)} prompts decoded again, one at a time", title_justify="left")
+    for column in ("", "recorded", "now"):
+        table.add_column(column, justify="right")
+    table.add_row("exact from ids", str(sum(r.exact for r in rows)), str(exact_ids))
+    table.add_row("exact from text", str(sum(r.round_trip_lcs == 1 for r in rows)), str(exact_text))
+    Console().print(table)
+    for failure in failures:
+        print(failure)
+    print(f"{len(rows)} rows, {len(failures)} recorded values do not hold")
+    return 1 if failures else 0
+
+
+def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
+    """What does not hold, and whether the prompt is exact from ids and from text."""
+    if not row.prompt_ids or not row.target_ids:
+        return ["prompt or target is empty"], False, False
+    lm.check_ids([*row.prompt_ids, *row.target_ids], f"row {row.target_id}")
+    prompt_bos = bool(row.settings.get("prompt_bos", False))
+    target = Target(row.target_id, row.target_ids, row.target_text)
+    prompt_ids = torch.tensor([row.prompt_ids], device=lm.device)
+    now = evaluate_prompts(lm, prompt_ids, [target], [row.best_step], prompt_bos)[0]
+    now_text_lcs = text_lcs(lm, row.prompt_text, row.target_ids, prompt_bos)
+    is_exact = now.output_ids == row.target_ids
+    recorded_and_now: dict[str, tuple[Any, Any]] = {
+        "output_ids": (row.output_ids, now.output_ids),
+        "lcs": (row.lcs, now.lcs),
+        "exact": (row.exact, is_exact),
+        "prompt_text": (row.prompt_text, lm.decode(row.prompt_ids)),
+        "round_trip_lcs": (row.round_trip_lcs, now_text_lcs),
+    }
+    problems = [
+        f"{name} is recorded as {recorded!r} but is {value!r}"
+        for name, (recorded, value) in recorded_and_now.items()
+        if recorded != value
+    ]
+    return problems, is_exact, now_text_lcs == 1
+
+
+def _targets_table(targets: list[Target]) -> Table:
+    table = Table("k", "targets", "tokens", "geometric mean perplexity")
+    for k in sorted({t.k for t in targets}, key=lambda k: (k is None, k)):
+        group = [t for t in targets if t.k == k]
+        perplexities = torch.tensor([t.perplexity for t in group if t.perplexity is not None])
+        table.add_row(
+            "-" if k is None else str(k),
+            str(len(group)),
+            str(sum(len(t.ids) for t in group)),
+            f"{float(perplexities.log().mean().exp()):.1f}" if len(perplexities) else "-",
+        )
+    return table
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

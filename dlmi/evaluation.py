@@ -1,0 +1,98 @@
+"""The honest measurement: a discrete prompt, really decoded.
+
+`evaluate_prompts` is all that decides what is best so far and when a target is solved. The prompt
+is a row of token ids, the decode is free and greedy, and EoS does not end it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.lm import FrozenLM
+from dlmi.losses import cross_entropy, target_mask
+from dlmi.metrics import lcs_ratio
+from dlmi.targets import Target
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A discrete prompt, what the LM says to it, and how close that is to the target.
+
+    Attributes:
+        step: Optimisation steps before this evaluation.
+        prompt_ids: The discrete prompt.
+        output_ids: Its greedy decode, as long as the target.
+        lcs: Honest LCS ratio.
+        discrete_loss: Teacher-forced cross-entropy of the target after the discrete prompt.
+        loss: Training loss of the last step before, on the relaxed prompt; None at step 0.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode (what the authors'
+            public code logs); None at step 0.
+    """
+
+    step: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    lcs: float
+    discrete_loss: float
+    loss: float | None = None
+    as_in_code_lcs: float | None = None
+
+    def beats(self, other: "Evaluation | None") -> bool:
+        """Higher honest LCS wins; at equal LCS, lower cross-entropy."""
+        if other is None:
+            return True
+        return (self.lcs, -self.discrete_loss) > (other.lcs, -other.discrete_loss)
+
+
+def pad_targets(targets: Sequence[Target], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Targets as one tensor padded on the right, (R, M), and the mask of its real tokens."""
+    lengths = torch.tensor([len(t.ids) for t in targets], device=device)
+    width = int(lengths.max())
+    rows = [[*t.ids, *[t.ids[-1]] * (width - len(t.ids))] for t in targets]
+    return torch.tensor(rows, device=device), target_mask(lengths, width)
+
+
+def with_bos(lm: FrozenLM, prompt_ids: Tensor, prompt_bos: bool) -> Tensor:
+    """Put BoS before each prompt, (R, N) to (R, N+1), if asked."""
+    if not prompt_bos:
+        return prompt_ids
+    return torch.cat([torch.full_like(prompt_ids[:, :1], lm.bos_id), prompt_ids], dim=1)
+
+
+@torch.no_grad()
+def evaluate_prompts(
+    lm: FrozenLM,
+    prompt_ids: Tensor,
+    targets: Sequence[Target],
+    steps: Sequence[int],
+    prompt_bos: bool = False,
+) -> list[Evaluation]:
+    """Decode discrete prompts greedily, side by side.
+
+    Args:
+        lm: The model.
+        prompt_ids: (R, N).
+        targets: R of them; their lengths may differ.
+        steps: Optimisation steps that each prompt has had.
+        prompt_bos: Put BoS before each prompt.
+    """
+    target_ids, mask = pad_targets(targets, lm.device)
+    full_ids = with_bos(lm, prompt_ids, prompt_bos)
+    logits = lm.target_logits(lm.embed(full_ids), target_ids)
+    losses = cross_entropy(logits, target_ids, mask).tolist()
+    outputs = lm.greedy(full_ids, target_ids.shape[1]).tolist()
+    evaluations = []
+    for row, target in enumerate(targets):
+        output_ids = tuple(outputs[row][: len(target.ids)])
+        evaluations.append(
+            Evaluation(
+                step=steps[row],
+                prompt_ids=tuple(prompt_ids[row].tolist()),
+                output_ids=output_ids,
+                lcs=lcs_ratio(target.ids, output_ids),
+                discrete_loss=losses[row],
+            )
+        )
+    return evaluations

@@ -1,0 +1,361 @@
+"""What an inverter is: a LightningModule that optimises the prompts of a queue of targets.
+
+It owns the slots' parameters and nothing else; the LM belongs to the data module. One
+`Trainer.fit` inverts the whole queue: a training step is one optimisation step of every slot in
+flight, and a slot whose target is solved, or whose budget is spent, reports its row and takes the
+next target at once.
+
+A method fills four holes: which tensors a slot has (`parameter_shapes`), how they start
+(`initialise`), the loss of each slot (`losses`), and the discrete prompt that they stand for
+(`prompt_ids`). The discrete prompt is what is measured, always.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from dlmi.callbacks.base import InversionCallback
+from dlmi.data import TargetDataModule
+from dlmi.errors import InputError
+from dlmi.evaluation import evaluate_prompts, pad_targets
+from dlmi.lm import FrozenLM
+from dlmi.metrics import lcs_ratio
+from dlmi.results import Inversion, describe_environment, describe_prompt
+from dlmi.slots import Slot
+from dlmi.targets import Target
+
+
+@dataclass
+class StepLosses:
+    """What a method's pass over B slots gives.
+
+    Attributes:
+        losses: One loss per slot, with its graph, (B,).
+        output_ids: What the pass itself decoded for each slot, (B, M).
+    """
+
+    losses: Tensor
+    output_ids: Tensor
+
+
+class Inverter(LightningModule, ABC):
+    """Base of all methods.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: optimisation steps a target may use.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        seed: With the target's id it fixes the noise.
+    """
+
+    Z: nn.ParameterList
+
+    def __init__(
+        self, prompt_length: int, steps: int, eval_every: int, prompt_bos: bool, seed: int
+    ) -> None:
+        super().__init__()
+        for name, value in {
+            "prompt_length": prompt_length,
+            "steps": steps,
+            "eval_every": eval_every,
+        }.items():
+            if value < 1:
+                raise InputError(f"Expected `model.{name}` to be at least 1, but got {value}.")
+        self.save_hyperparameters()
+        self.prompt_length = prompt_length
+        self.steps = steps
+        self.eval_every = eval_every
+        self.prompt_bos = prompt_bos
+        self.seed = seed
+        self.slots: list[Slot | None] = []
+        self.queue: deque[Target] = deque()
+        self.finished: list[Inversion] = []
+        self.stop_requested = False
+        self._finished_ids: set[str] = set()
+        self._restored: dict[str, Any] | None = None
+        self._clock = 0.0
+        self._environment: dict[str, Any] = {}
+
+    # ---- what a method fills in
+
+    @abstractmethod
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of one slot by name: Z, and Phi where temperatures are learned."""
+
+    @abstractmethod
+    def initialise(self, slot: Slot) -> None:
+        """Fill a slot's tensors for a new target, in place, with the slot's own generator."""
+
+    @abstractmethod
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """One loss per slot, to be descended."""
+
+    @abstractmethod
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The discrete prompts that the slots stand for now, (B, N)."""
+
+    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
+        """Per-position numbers worth a look, (N,) each, such as `tau`; for TensorBoard."""
+        return {}
+
+    # ---- what methods share
+
+    @property
+    def data(self) -> TargetDataModule:
+        """The data module of the run."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TargetDataModule):
+            raise InputError("Expected `Trainer.fit` to get a TargetDataModule as `datamodule`.")
+        return data
+
+    @property
+    def lm(self) -> FrozenLM:
+        """The frozen LM."""
+        return self.data.lm
+
+    @property
+    def active(self) -> list[Slot]:
+        """The slots in flight."""
+        return [slot for slot in self.slots if slot is not None]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64."""
+        return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+
+    def argmax_prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The ids of the largest logits, (B, N)."""
+        columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
+        return self.lm.prompt_token_ids.to(columns.device)[columns]
+
+    def prepend_bos(self, prompt_embeds: Tensor) -> Tensor:
+        """(R, N, d) to (R, N+1, d) if `prompt_bos`, else as it is."""
+        if not self.prompt_bos:
+            return prompt_embeds
+        bos_embed = self.lm.embed(torch.tensor(self.lm.bos_id, device=prompt_embeds.device))
+        bos_embeds = bos_embed.expand(prompt_embeds.shape[0], 1, -1).to(prompt_embeds.dtype)
+        return torch.cat([bos_embeds, prompt_embeds], dim=1)
+
+    def padded_targets(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor]:
+        """The slots' targets, (B, M), and the mask of their real tokens."""
+        return pad_targets([slot.target for slot in slots], self.lm.device)
+
+    # ---- Lightning's hooks, in the order of a run
+
+    def setup(self, stage: str) -> None:
+        """Refuse what would couple the slots or break the budget."""
+        self.check_fit()
+
+    def check_fit(self) -> None:
+        """Raise `InputError` where model, data and trainer do not go together."""
+        trainer = self.trainer
+        if trainer.world_size > 1:
+            raise InputError(
+                f"Expected `trainer.devices` to be 1, but the run has {trainer.world_size} ranks. "
+                "Run one process per device on a part of the targets (`data.targets_file`)."
+            )
+        if trainer.gradient_clip_val:
+            raise InputError(
+                f"Expected `trainer.gradient_clip_val` to be unset, but got "
+                f"{trainer.gradient_clip_val}: one norm over all slots would couple the targets."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise InputError(
+                "Expected `trainer.accumulate_grad_batches` to be 1, but got "
+                f"{trainer.accumulate_grad_batches}. Raise `model.num_samples` instead."
+            )
+        if trainer.precision in ("16-true", "bf16-true"):
+            raise InputError(
+                f"Expected `trainer.precision` to keep Z in float32, but got {trainer.precision}: "
+                "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
+            )
+        longest = max(self.data.targets, key=lambda target: len(target.ids))
+        needed = self.prompt_length + self.prompt_bos + len(longest.ids)
+        limit = self.lm.max_positions
+        if limit is not None and needed > limit:
+            raise InputError(
+                f"Expected `model.prompt_length` + target length to be at most {limit} (the "
+                f"positions of {self.lm.name}), but got {self.prompt_length} + {len(longest.ids)} "
+                f"(target {longest.id}). Shorten one of them."
+            )
+
+    def configure_model(self) -> None:
+        """Make one set of parameters per slot; `initialise` fills them when a target arrives."""
+        if self.slots:
+            return
+        count = min(self.data.batch_size, len(self.data.targets))
+        self.slots = [None] * count
+        for name, shape in self.parameter_shapes().items():
+            tensors = [torch.zeros(shape, dtype=self.compute_dtype) for _ in range(count)]
+            setattr(self, name, nn.ParameterList(nn.Parameter(t) for t in tensors))
+
+    def on_train_start(self) -> None:
+        """Fill the slots: from the checkpoint where there is one, then from the queue."""
+        self._environment = describe_environment(self.lm)
+        by_id = {target.id: target for target in self.data.targets}
+        for callback in self._inversion_callbacks():
+            self._finished_ids |= callback.finished_target_ids()
+        if self._restored is not None:
+            self._finished_ids |= set(self._restored["finished_ids"])
+            for state in self._restored["slots"]:
+                if state["target_id"] not in self._finished_ids:
+                    slot = Slot.from_state(state, by_id, self.device)
+                    self.slots[slot.index] = slot
+            self._restored = None
+        taken = self._finished_ids | {slot.target.id for slot in self.active}
+        self.queue = deque(target for target in self.data.targets if target.id not in taken)
+        for index, slot in enumerate(self.slots):
+            if slot is None:
+                self._refill(index)
+        self._clock = time.perf_counter()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before each step: decode what is due, report what is done, refill; stop when all is."""
+        self._settle()
+        if self.active and not self.stop_requested:
+            return None
+        self.trainer.should_stop = True
+        return -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
+        slots = self.active
+        step = self.losses(slots)
+        for row, slot in enumerate(slots):
+            slot.loss = step.losses[row].detach()
+            slot.output_ids = step.output_ids[row, : len(slot.target.ids)]
+            slot.step += 1
+        self.log("train/loss", step.losses.detach().mean(), batch_size=1)
+        return step.losses.sum()
+
+    def on_train_end(self) -> None:
+        """Report what was cut short, by Ctrl-C or by the trainer's own limits."""
+        for slot in self.active:
+            self._report(slot, "interrupted")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the slots' future depends on."""
+        checkpoint["inversion"] = {
+            "identity": self._identity(),
+            "slots": [slot.state() for slot in self.active],
+            "finished_ids": sorted(self._finished_ids),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back, once it is sure that the checkpoint belongs to this run."""
+        saved = checkpoint.get("inversion")
+        if saved is None:
+            raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
+        for name, value in self._identity().items():
+            if saved["identity"].get(name) != value:
+                raise InputError(
+                    f"Expected `ckpt_path` to come from a run with {name} = {value!r}, but it was "
+                    f"made with {saved['identity'].get(name)!r}. Resume with the run's own "
+                    "config.yaml, or start anew without `ckpt_path`."
+                )
+        self._restored = saved
+
+    # ---- the life of a slot
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        for slot in self.active:
+            slot.seconds += now - self._clock
+        self._clock = now
+        while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.steps)]:
+            self._evaluate(due)
+            for slot in due:
+                if reason := slot.stop_reason(self.steps):
+                    self._report(slot, reason)
+                    self._finished_ids.add(slot.target.id)
+                    self._refill(slot.index)
+
+    def _evaluate(self, slots: list[Slot]) -> None:
+        evaluations = evaluate_prompts(
+            self.lm,
+            self.prompt_ids(slots),
+            [slot.target for slot in slots],
+            [slot.step for slot in slots],
+            self.prompt_bos,
+        )
+        for slot, evaluation in zip(slots, evaluations, strict=True):
+            if slot.loss is not None and slot.output_ids is not None:
+                evaluation = replace(
+                    evaluation,
+                    loss=float(slot.loss),
+                    as_in_code_lcs=lcs_ratio(slot.target.ids, slot.output_ids.tolist()),
+                )
+            slot.record(evaluation)
+        for callback in self._inversion_callbacks():
+            callback.on_evaluation(self.trainer, self, slots)
+
+    def _report(self, slot: Slot, reason: str) -> None:
+        assert slot.best is not None and slot.last is not None
+        best, target = slot.best, slot.target
+        row = Inversion(
+            target_id=target.id,
+            k=target.k,
+            target_text=target.text,
+            target_ids=target.ids,
+            prompt_ids=best.prompt_ids,
+            output_text=self.lm.decode(best.output_ids),
+            output_ids=best.output_ids,
+            lcs=best.lcs,
+            as_in_code_lcs=slot.last.as_in_code_lcs,
+            exact=best.output_ids == target.ids,
+            loss=best.loss,
+            discrete_loss=best.discrete_loss,
+            best_step=best.step,
+            steps=slot.step,
+            stop_reason=reason,
+            seconds=slot.seconds,
+            seed=self.seed,
+            method=type(self).__name__,
+            settings=self._settings(),
+            trace=tuple(slot.trace),
+            **describe_prompt(self.lm, best.prompt_ids, target.ids, self.prompt_bos),
+            **self._environment,
+        )
+        self.finished.append(row)
+        for callback in self._inversion_callbacks():
+            callback.on_target_end(self.trainer, self, row)
+
+    def _refill(self, index: int) -> None:
+        """Give the slot to the next target, or leave it empty."""
+        self.slots[index] = None
+        if not self.queue:
+            return
+        slot = Slot.open(index, self.queue.popleft(), self.seed, self.device)
+        with torch.no_grad():
+            self.initialise(slot)
+        for name in self.parameter_shapes():
+            parameter = getattr(self, name)[index]
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.pop(parameter, None)  # a new target starts with fresh moments
+        self.slots[index] = slot
+
+    def _inversion_callbacks(self) -> list[InversionCallback]:
+        callbacks = getattr(self.trainer, "callbacks", [])
+        return [callback for callback in callbacks if isinstance(callback, InversionCallback)]
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in self.hparams.items() if not name.startswith("_")}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be resumed."""
+        return {
+            "method": type(self).__name__,
+            **{f"model.{name}": value for name, value in self._settings().items()},
+            "data.lm fingerprint": self.lm.fingerprint(),
+            "data.dtype": str(self.lm.dtype).removeprefix("torch."),
+            "slots": len(self.slots),
+            "targets": [[target.id, list(target.ids)] for target in self.data.targets],
+        }

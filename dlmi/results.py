@@ -1,0 +1,195 @@
+"""The result row: one self-contained JSON line per target."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlmi.errors import InputError
+from dlmi.evaluation import with_bos
+from dlmi.lm import FrozenLM
+from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
+from dlmi.version import __version__
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """What came of one target.
+
+    Attributes:
+        target_id: Which target.
+        k: Its difficulty, where it was generated.
+        target_text: What the LM was to say.
+        target_ids: The same as token ids.
+        prompt_text: The best prompt found, as text.
+        prompt_ids: The same as token ids: this is what was measured.
+        output_text: What the LM says to `prompt_ids`, greedily.
+        output_ids: The same as token ids.
+        lcs: Honest LCS ratio: discrete prompt, free greedy decode.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
+            the authors' public code logs it. Not comparable with `lcs`.
+        exact: Whether the output is the target, token for token.
+        round_trips: Whether `prompt_text` encodes to `prompt_ids` again.
+        round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
+        prompt_perplexity: Of `prompt_ids` under the LM, from the second token on.
+        overlap_ratio: Share of prompt positions that hold a token of the target.
+        target_hit_ratio: Share of distinct target tokens that occur in the prompt.
+        loss: Training loss at the best step.
+        discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
+        best_step: Steps after which the best prompt was found.
+        steps: Steps used.
+        stop_reason: `solved`, `budget` or `interrupted`.
+        seconds: Wall time that the target spent in its slot, beside its batch mates.
+        seed: Of the run; with `target_id` it fixes the noise.
+        method: Class of the inverter.
+        settings: All its arguments.
+        model: Name of the LM.
+        revision: Commit, wheel version or hash of the LM.
+        fingerprint: Hash over the head of each of the LM's weights.
+        dtype: Of the LM.
+        device: Type of device.
+        versions: Of the packages that matter, and of Python.
+        trace: (step, honest LCS, discrete loss, seconds) of every evaluation.
+    """
+
+    target_id: str
+    k: int | None
+    target_text: str
+    target_ids: tuple[int, ...]
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    output_text: str
+    output_ids: tuple[int, ...]
+    lcs: float
+    as_in_code_lcs: float | None
+    exact: bool
+    round_trips: bool
+    round_trip_lcs: float
+    prompt_perplexity: float | None
+    overlap_ratio: float
+    target_hit_ratio: float
+    loss: float | None
+    discrete_loss: float
+    best_step: int
+    steps: int
+    stop_reason: str
+    seconds: float
+    seed: int
+    method: str
+    settings: dict[str, Any]
+    model: str
+    revision: str | None
+    fingerprint: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    trace: tuple[tuple[int, float, float, float], ...]
+
+    def to_json_line(self) -> str:
+        """One line of `results.jsonl`."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Inversion":
+        """The inverse of `to_json_line`, after `json.loads`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in row]:
+            raise InputError(f"Expected a result row to hold `{missing[0]}`, but it does not.")
+        values = {name: row[name] for name in names}
+        for name in ("target_ids", "prompt_ids", "output_ids"):
+            values[name] = tuple(values[name])
+        values["trace"] = tuple(tuple(point) for point in values["trace"])
+        return cls(**values)
+
+
+def describe_prompt(
+    lm: FrozenLM, prompt_ids: tuple[int, ...], target_ids: tuple[int, ...], prompt_bos: bool
+) -> dict[str, Any]:
+    """The columns of a row that depend on the prompt and its target alone."""
+    prompt_text = lm.decode(prompt_ids)
+    return {
+        "prompt_text": prompt_text,
+        "round_trips": tuple(lm.encode(prompt_text)) == prompt_ids,
+        "round_trip_lcs": text_lcs(lm, prompt_text, target_ids, prompt_bos),
+        "prompt_perplexity": lm.perplexity(prompt_ids),
+        "overlap_ratio": overlap_ratio(prompt_ids, target_ids),
+        "target_hit_ratio": target_hit_ratio(prompt_ids, target_ids),
+    }
+
+
+def text_lcs(
+    lm: FrozenLM, prompt_text: str, target_ids: tuple[int, ...], prompt_bos: bool
+) -> float:
+    """Honest LCS of a prompt that was pasted as text; a text of no tokens scores 0."""
+    ids = lm.encode(prompt_text)
+    if not ids:
+        return 0.0
+    full_ids = with_bos(lm, torch.tensor([ids], device=lm.device), prompt_bos)
+    return lcs_ratio(target_ids, lm.greedy(full_ids, len(target_ids))[0].tolist())
+
+
+def describe_environment(lm: FrozenLM) -> dict[str, Any]:
+    """The columns of a row that say where it was measured."""
+    packages = ("torch", "lightning", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {
+        "model": lm.name,
+        "revision": lm.revision,
+        "fingerprint": lm.fingerprint(),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "versions": {"dlmi": __version__, "python": platform.python_version(), **versions},
+    }
+
+
+def append_row(path: Path, row: Inversion) -> None:
+    """Add a row and wait until it is on the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(row.to_json_line())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
+    """Replace the file by these rows, in one step: a crash leaves the old or the new file."""
+    scratch = path.with_suffix(".jsonl.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(row.to_json_line() for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
+    """All rows of a results file.
+
+    Args:
+        path: The file, or the run folder that holds it.
+        tolerate_cut: Ignore a last line that was only half written when the run was killed.
+    """
+    if path.is_dir():
+        path = path / "results.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"Expected RESULTS to be a results.jsonl or its run folder, but got {path} ({error})."
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(Inversion.from_json(json.loads(line)))
+        except (json.JSONDecodeError, InputError, TypeError) as error:
+            if tolerate_cut and number == len(lines):
+                break
+            raise InputError(
+                f"Expected {path}, line {number}, to be a result row, but it is not ({error})."
+            ) from error
+    return rows

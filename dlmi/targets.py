@@ -1,0 +1,257 @@
+"""Targets: what the LM is to be made to say.
+
+They come from Algorithm 2 of the DLMI paper, whose difficulty k is the mean rank of each chosen
+token under the LM itself, or from a file, or from literal texts.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmi.errors import InputError
+from dlmi.lm import FrozenLM
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target output.
+
+    Attributes:
+        id: Unique within a run; also seeds the noise of its inversion.
+        ids: The M token ids to be produced.
+        text: Their text.
+        k: Difficulty: the mean rank it was generated with, or None.
+        ranks: The rank drawn for each token by Algorithm 2; tokens padded after EoS have none.
+        probabilities: What the LM gives each of those tokens after BoS and the ones before it.
+        perplexity: Of those tokens after BoS.
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    text: str
+    k: int | None = None
+    ranks: tuple[int, ...] | None = None
+    probabilities: tuple[float, ...] | None = None
+    perplexity: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; `from_json` gives the same target back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Target":
+        """The inverse of `to_json`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        values = {name: row[name] for name in names if name in row}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def generate_targets(
+    lm: FrozenLM,
+    ks: Sequence[int],
+    per_k: int,
+    length: int,
+    sigma: float = 1.0,
+    seed: int = 42,
+    eos: Literal["pad", "strip"] = "pad",
+    exclude_special: bool = False,
+) -> list[Target]:
+    """Algorithm 2: walk the LM from BoS, taking at each step the token of rank k' ~ N(k, sigma^2).
+
+    One stream of numpy's legacy generator feeds all targets, k ascending, a draw per token; a
+    target that ends in EoS draws no more. So the same seed gives the ranks of the published sets.
+
+    Args:
+        lm: The model whose outputs these are.
+        ks: Difficulties.
+        per_k: Targets for each.
+        length: M.
+        sigma: Spread of the rank.
+        seed: Of the rank stream.
+        eos: After an EoS, `pad` the target with EoS to M tokens (as the paper has it), or `strip`
+            it there (as in the authors' data); an empty target is drawn again.
+        exclude_special: Never choose special tokens other than EoS.
+    """
+    vocab_size = len(lm.prompt_token_ids)
+    for k in ks:
+        if not 1 <= k <= vocab_size:
+            raise InputError(
+                f"Expected `k` to hold ranks from 1 to {vocab_size} (the vocabulary of {lm.name}), "
+                f"but got {k}."
+            )
+    jobs = [(k, sample) for k in ks for sample in range(per_k)]
+    noise = np.random.RandomState(seed)
+    # Enough for every target; more is drawn only when stripped targets come out empty.
+    stream = noise.standard_normal(len(jobs) * length)
+    targets: list[Target] = []
+    start = 0
+    while len(targets) < len(jobs):
+        waiting = jobs[len(targets) :]
+        if missing := len(waiting) * length - (len(stream) - start):
+            stream = np.concatenate([stream, noise.standard_normal(max(0, missing))])
+        draws = stream[start : start + len(waiting) * length].reshape(-1, length)
+        ranks = np.array([k for k, _ in waiting])[:, None] + sigma * draws
+        ranks = np.clip(np.rint(ranks), 1, vocab_size).astype(int)
+        walks = _walk(lm, ranks, exclude_special)
+        # All walks run as one batch, each from its own draws. The first that ends early shifts the
+        # stream for those after it, so these are walked again.
+        for (k, sample), (ids, probabilities), row in zip(waiting, walks, ranks, strict=True):
+            ended_early = lm.eos_id in ids
+            used = ids.index(lm.eos_id) + 1 if lm.eos_id is not None and ended_early else length
+            start += used
+            kept = ids[:used]
+            if eos == "pad" and lm.eos_id is not None:
+                kept = kept + [lm.eos_id] * (length - used)
+            elif ended_early:
+                kept = kept[:-1]
+            if kept:
+                log_probs = np.log(probabilities[:used])
+                targets.append(
+                    Target(
+                        id=f"k{k}_sample{sample}",
+                        ids=tuple(kept),
+                        text=lm.decode(kept),
+                        k=k,
+                        ranks=tuple(int(r) for r in row[:used]),
+                        probabilities=tuple(probabilities[:used]),
+                        perplexity=float(np.exp(-log_probs.mean())),
+                    )
+                )
+            if used < length or not kept:
+                break
+    return targets
+
+
+@torch.no_grad()
+def _walk(
+    lm: FrozenLM, ranks: "np.ndarray[Any, Any]", exclude_special: bool
+) -> list[tuple[list[int], list[float]]]:
+    """Follow given ranks, (R, M), from BoS; all rows in one batch with a KV cache."""
+    device = lm.device
+    rank_index = torch.from_numpy(ranks).to(device) - 1
+    barred = set(lm.tokenizer.all_special_ids) - {lm.eos_id} if exclude_special else set()
+    allowed = [i for i in lm.prompt_token_ids.tolist() if i not in barred]
+    allowed_ids = torch.tensor(allowed, device=device)
+    rank_index = rank_index.clamp(max=len(allowed) - 1)
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        # By logits, and stable: float32 probabilities underflow to ties.
+        order = logits[:, 0, allowed_ids].argsort(dim=-1, descending=True, stable=True)
+        return allowed_ids[order.gather(-1, rank_index[:, step : step + 1])]
+
+    bos_embeds = lm.embed(torch.full((len(ranks), 1), lm.bos_id, device=device))
+    ids, probabilities = [], []
+    for logits, chosen in lm.decode_steps(bos_embeds, ranks.shape[1], choose):
+        ids.append(chosen)
+        probabilities.append(logits[:, 0].softmax(-1).gather(-1, chosen))
+    return list(
+        zip(torch.cat(ids, 1).tolist(), torch.cat(probabilities, 1).double().tolist(), strict=True)
+    )
+
+
+def texts_to_targets(lm: FrozenLM, texts: Sequence[str]) -> list[Target]:
+    """One target per text, tokenised without special tokens."""
+    return [
+        _from_text(lm, text, f"text_{index}", f"`texts[{index}]`")
+        for index, text in enumerate(texts)
+    ]
+
+
+def read_targets(lm: FrozenLM, path: Path) -> list[Target]:
+    """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"Expected `targets_file` to be a readable UTF-8 file, but got {path} ({error})."
+        ) from error
+    is_jsonl = path.suffix in (".jsonl", ".json")
+    targets = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"`targets_file` {path}, line {number}"
+        default_id = f"line_{number}"
+        target = (
+            _from_json_line(lm, line, default_id, where)
+            if is_jsonl
+            else _from_text(lm, line, default_id, where)
+        )
+        targets.append(target)
+    if not targets:
+        raise InputError(
+            f"Expected `targets_file` to hold at least one target, but {path} is empty. "
+            "Write some with `python -m dlmi targets --out FILE`."
+        )
+    return targets
+
+
+def write_targets(path: Path, targets: Iterable[Target]) -> None:
+    """One JSON line per target; `read_targets` gives them back bit for bit."""
+    lines = (json.dumps(target.to_json(), ensure_ascii=False) + "\n" for target in targets)
+    with path.open("x", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def _from_json_line(lm: FrozenLM, line: str, default_id: str, where: str) -> Target:
+    def fail(expected: str, got: object) -> InputError:
+        return InputError(f"Expected {where} to {expected}, but got {str(got)[:80]!r}.")
+
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise fail(f"be a JSON object ({error.msg} at column {error.colno})", line) from error
+    if not isinstance(row, dict) or not ("ids" in row or "text" in row):
+        raise fail("be a JSON object with `ids` or `text`", line)
+    row = {"id": default_id, **row}
+    if not isinstance(row["id"], str) or not row["id"]:
+        raise fail("have a string as `id`", row["id"])
+    if row.get("k") is not None and type(row["k"]) is not int:
+        raise fail("have a whole number as `k`", row["k"])
+    if "ids" not in row:
+        if not isinstance(row["text"], str):
+            raise fail("have a string as `text`", row["text"])
+        target = _from_text(lm, row["text"], row["id"], where)
+        return dataclasses.replace(target, k=row.get("k"))
+    ids = row["ids"]
+    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        raise fail("have a non-empty list of token ids as `ids`", ids)
+    lm.check_ids(ids, where)
+    if not isinstance(row.setdefault("text", lm.decode(ids)), str):
+        raise fail("have a string as `text`", row["text"])
+    return Target.from_json(row)
+
+
+def _from_text(lm: FrozenLM, text: str, target_id: str, where: str) -> Target:
+    ids = lm.encode(text) if text.strip() else []
+    if not ids:
+        raise InputError(
+            f"Expected {where} to be a text of at least one token, but got {text!r}. Leave it out."
+        )
+    lm.check_ids(ids, where)
+    return Target(id=target_id, ids=tuple(ids), text=text)
+
+
+def describe_target(lm: FrozenLM, target: Target) -> Target:
+    """Fill in rank, probability and perplexity, as far as the target lacks them."""
+    if target.probabilities is not None:
+        return target
+    ids = torch.tensor([target.ids], device=lm.device)
+    bos_embeds = lm.embed(torch.tensor([[lm.bos_id]], device=lm.device))
+    with torch.no_grad():
+        logits = lm.target_logits(bos_embeds, ids)[0]  # (M, V)
+    chosen = logits.gather(-1, ids[0, :, None])
+    log_probs = logits.log_softmax(-1).gather(-1, ids[0, :, None]).double().flatten()
+    return dataclasses.replace(
+        target,
+        ranks=tuple((1 + (logits > chosen).sum(-1)).tolist()),
+        probabilities=tuple(log_probs.exp().tolist()),
+        perplexity=float(log_probs.mean().neg().exp()),
+    )
