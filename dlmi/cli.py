@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 # lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot mend that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
-from jsonargparse import lazy_instance
+from jsonargparse import lazy_instance  # type: ignore[attr-defined]
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 import dlmi.methods  # noqa: F401  (makes the short class names known)
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
+from dlmi.checks import check_run
 from dlmi.commands import targets_command, verify_command
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
@@ -110,14 +111,14 @@ class RunConfig(SaveConfigCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Save once."""
-        if trainer.ckpt_path is None:
+        if self.config.get("ckpt_path") is None:
             super().setup(trainer, pl_module, stage)
 
 
 class OneLineParser(LightningArgumentParser):
     """A parser whose errors are one line, not a screen of usage."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the line and exit with 2."""
         fail(message)
 
@@ -151,6 +152,7 @@ class InversionCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Send a resumed run to the folder that its checkpoint lies in."""
         config = self.config.fit
+        config.weights_only = True  # a checkpoint is data: it never runs code
         if not config.ckpt_path:
             return
         checkpoint = Path(config.ckpt_path)
@@ -172,6 +174,8 @@ class InversionCLI(LightningCLI):
         _check_writable(folder)
         device = self.trainer.strategy.root_device
         self.datamodule.load(device)
+        model: Inverter = self.model
+        check_run(self.trainer, self.datamodule, model.prompt_length + model.prompt_bos)
 
 
 def _check_writable(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from jsonargparse import ArgumentParser
@@ -14,7 +14,7 @@ from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.evaluation import evaluate_prompts
 from dlmi.lm import FrozenLM
-from dlmi.models import load_lm
+from dlmi.models import DType, load_lm
 from dlmi.results import Inversion, read_rows, text_lcs
 from dlmi.targets import Target, describe_target, write_targets
 
@@ -22,7 +22,7 @@ from dlmi.targets import Target, describe_target, write_targets
 class CommandParser(ArgumentParser):
     """Errors as `InputError`, so that they end like all others."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise it."""
         raise InputError(message)
 
@@ -64,7 +64,9 @@ def verify_command(arguments: list[str]) -> int:
     )
     parser.add_argument("results", type=Path, help="A results.jsonl, or the run folder with it.")
     parser.add_argument("--lm", type=str | None, default=None, help="Default: that of the rows.")
-    parser.add_argument("--dtype", type=str | None, default=None, help="Default: that of the rows.")
+    parser.add_argument(
+        "--dtype", type=DType | None, default=None, help="Default: that of the rows."
+    )
     parser.add_argument("--bos", type=str | int | None, default=None, help="As in `fit`.")
     config = parser.parse_args(arguments)
     rows = read_rows(config.results)
@@ -74,7 +76,8 @@ def verify_command(arguments: list[str]) -> int:
     failures: list[str] = []
     exact_ids = exact_text = 0
     for row in track(rows, "decoding", console=Console(stderr=True), disable=not _is_terminal()):
-        name, dtype = config.lm or row.model, config.dtype or row.dtype
+        name: str = config.lm or row.model
+        dtype = cast(DType, config.dtype or row.dtype)
         if (name, dtype) not in lms:
             lms[name, dtype] = load_lm(name, dtype, _default_device(), config.bos)
         problems, from_ids, from_text = _verify_row(lms[name, dtype], row)

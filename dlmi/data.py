@@ -33,7 +33,7 @@ class TargetDataModule(LightningDataModule):
         eos: After an EoS `pad` the generated target with EoS (paper) or `strip` it there.
         exclude_special: Generate no special tokens other than EoS.
         target_seed: Seed of the target generator.
-        targets_file: JSONL with `ids` or `text` in each line, or a text file with one target a line.
+        targets_file: JSONL with `ids` or `text` in each line, or plain text, a target a line.
         texts: Targets as literal texts.
     """
 

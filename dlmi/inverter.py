@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.callbacks.base import InversionCallback
+from dlmi.checks import check_run
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.evaluation import evaluate_prompts, pad_targets
@@ -152,40 +153,7 @@ class Inverter(LightningModule, ABC):
 
     def setup(self, stage: str) -> None:
         """Refuse what would couple the slots or break the budget."""
-        self.check_fit()
-
-    def check_fit(self) -> None:
-        """Raise `InputError` where model, data and trainer do not go together."""
-        trainer = self.trainer
-        if trainer.world_size > 1:
-            raise InputError(
-                f"Expected `trainer.devices` to be 1, but the run has {trainer.world_size} ranks. "
-                "Run one process per device on a part of the targets (`data.targets_file`)."
-            )
-        if trainer.gradient_clip_val:
-            raise InputError(
-                f"Expected `trainer.gradient_clip_val` to be unset, but got "
-                f"{trainer.gradient_clip_val}: one norm over all slots would couple the targets."
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise InputError(
-                "Expected `trainer.accumulate_grad_batches` to be 1, but got "
-                f"{trainer.accumulate_grad_batches}. Raise `model.num_samples` instead."
-            )
-        if trainer.precision in ("16-true", "bf16-true"):
-            raise InputError(
-                f"Expected `trainer.precision` to keep Z in float32, but got {trainer.precision}: "
-                "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
-            )
-        longest = max(self.data.targets, key=lambda target: len(target.ids))
-        needed = self.prompt_length + self.prompt_bos + len(longest.ids)
-        limit = self.lm.max_positions
-        if limit is not None and needed > limit:
-            raise InputError(
-                f"Expected `model.prompt_length` + target length to be at most {limit} (the "
-                f"positions of {self.lm.name}), but got {self.prompt_length} + {len(longest.ids)} "
-                f"(target {longest.id}). Shorten one of them."
-            )
+        check_run(self.trainer, self.data, self.prompt_length + self.prompt_bos)
 
     def configure_model(self) -> None:
         """Make one set of parameters per slot; `initialise` fills them when a target arrives."""
@@ -207,8 +175,7 @@ class Inverter(LightningModule, ABC):
             self._finished_ids |= set(self._restored["finished_ids"])
             for state in self._restored["slots"]:
                 if state["target_id"] not in self._finished_ids:
-                    slot = Slot.from_state(state, by_id, self.device)
-                    self.slots[slot.index] = slot
+                    self.slots[state["index"]] = Slot.from_state(state, by_id, self.device)
             self._restored = None
         taken = self._finished_ids | {slot.target.id for slot in self.active}
         self.queue = deque(target for target in self.data.targets if target.id not in taken)
@@ -298,8 +265,9 @@ class Inverter(LightningModule, ABC):
             callback.on_evaluation(self.trainer, self, slots)
 
     def _report(self, slot: Slot, reason: str) -> None:
-        assert slot.best is not None and slot.last is not None
-        best, target = slot.best, slot.target
+        best, last, target = slot.best, slot.last, slot.target
+        assert best is not None
+        assert last is not None
         row = Inversion(
             target_id=target.id,
             k=target.k,
@@ -309,7 +277,7 @@ class Inverter(LightningModule, ABC):
             output_text=self.lm.decode(best.output_ids),
             output_ids=best.output_ids,
             lcs=best.lcs,
-            as_in_code_lcs=slot.last.as_in_code_lcs,
+            as_in_code_lcs=last.as_in_code_lcs,
             exact=best.output_ids == target.ids,
             loss=best.loss,
             discrete_loss=best.discrete_loss,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dlmi.errors import InputError
 
@@ -190,7 +190,7 @@ class FrozenLM:
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
     def perplexity(self, ids: Sequence[int]) -> float | None:
-        """exp of the mean negative log-likelihood of tokens 2..L; None for a single token."""
+        """Exp of the mean negative log-likelihood of tokens 2..L; None for a single token."""
         if len(ids) < 2:
             return None
         log_probs = self.token_log_probs(torch.tensor([list(ids)], device=self.device))
@@ -221,18 +221,22 @@ class FrozenLM:
         """The vectors that the LM reads for each id, whatever its embedding module does to them."""
         module = self.model.get_input_embeddings()
         if type(module) is nn.Embedding:
-            return module.weight.detach()
+            weight: Tensor = module.weight.detach()
+            return weight
         # Gemma and others scale inside the embedding module, so ask the module, not its weight.
         with torch.no_grad():
-            return module(torch.arange(module.weight.shape[0], device=module.weight.device))
+            rows = torch.arange(module.weight.shape[0], device=module.weight.device)
+            vectors: Tensor = module(rows)
+        return vectors
 
     @torch.no_grad()
     def _check_interface(self) -> None:
         """Refuse by name what cannot be inverted: no soft prompts, or not causal."""
+        this = f"{self.name} ({type(self.model).__name__})"
         if "inputs_embeds" not in inspect.signature(self.model.forward).parameters:
             raise InputError(
-                f"{self.name} ({type(self.model).__name__}) does not accept `inputs_embeds`, so a "
-                "soft prompt cannot be fed to it. Choose another model."
+                f"{this} does not accept `inputs_embeds`, so a soft prompt cannot be fed to it. "
+                "Choose another model."
             )
         ids = self.prompt_token_ids[torch.linspace(0, len(self.prompt_token_ids) - 1, 4).long()]
         ids = ids[None].to(self.device)
@@ -241,13 +245,13 @@ class FrozenLM:
         scale = by_ids.abs().max().clamp_min(1e-6)
         if (by_ids - by_embeds).abs().max() > 0.02 * scale:
             raise InputError(
-                f"{self.name} ({type(self.model).__name__}) answers differently to token ids and to "
-                "their embeddings, so a soft prompt would mean something else. Choose another model."
+                f"{this} answers differently to token ids and to their embeddings, so a soft "
+                "prompt would mean something else. Choose another model."
             )
         other_ids = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
         by_other = self.model(input_ids=other_ids, use_cache=False).logits.float()
         if (by_ids - by_other)[:, :-1].abs().max() > 0.02 * scale:
             raise InputError(
-                f"{self.name} ({type(self.model).__name__}) is not causal: a later token changes an "
-                "earlier prediction, as in encoder models. Choose a decoder LM."
+                f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
+                "models. Choose a decoder LM."
             )

@@ -5,7 +5,7 @@ Axes: R rows, M target positions (rows shorter than M are padded), V logits.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 def target_mask(lengths: Tensor, width: int) -> Tensor:

@@ -9,8 +9,10 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +61,7 @@ def load_lm(
             raise InputError(_no_model_message(name, error)) from error
         _refuse_other_kinds(name, config)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=_torch_dtype(dtype, device),
                 trust_remote_code=trust_remote_code,
@@ -134,7 +136,9 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
             "Point `DLMI_CACHE` to one that is."
         ) from error
     try:
-        with _quiet_transformers():
+        print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
+        # The GGUF reader draws its own bar, which no setting turns off.
+        with _quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             source = {"gguf_file": gguf_file.name}
             parent = str(gguf_file.parent)
             try:
@@ -205,7 +209,7 @@ def _sha256(path: Path) -> str:
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice while loading; both come back afterwards."""
-    logging = transformers.utils.logging
+    logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -50,13 +50,13 @@ class _StraightThrough(torch.autograd.Function):
         return torch.zeros_like(probabilities).scatter_(-1, index, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
 def straight_through(probabilities: Tensor) -> Tensor:
     """One-hot of the largest entry in the forward pass, the identity in the backward pass."""
-    one_hot: Tensor = _StraightThrough.apply(probabilities)
+    one_hot: Tensor = _StraightThrough.apply(probabilities)  # type: ignore[no-untyped-call]
     return one_hot
 
 

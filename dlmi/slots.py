@@ -96,19 +96,23 @@ class Slot:
         """The inverse of `state`."""
         generator = torch.Generator(device=device)
         generator.set_state(state["generator"].cpu())
-        restored = {
-            name: Evaluation(**state[name]) if state[name] else None for name in ("best", "last")
-        }
-        plain = {name: state[name] for name in ("index", "step", "seconds", "memory")}
         return cls(
+            index=state["index"],
             target=targets[state["target_id"]],
             generator=generator,
+            step=state["step"],
+            seconds=state["seconds"],
+            best=_evaluation(state["best"]),
+            last=_evaluation(state["last"]),
             trace=[tuple(point) for point in state["trace"]],
             loss=_to(state["loss"], device),
             output_ids=_to(state["output_ids"], device),
-            **restored,
-            **plain,
+            memory=state["memory"],
         )
+
+
+def _evaluation(state: dict[str, Any] | None) -> Evaluation | None:
+    return None if state is None else Evaluation(**state)
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

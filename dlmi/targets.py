@@ -49,8 +49,11 @@ class Target:
     def from_json(cls, row: dict[str, Any]) -> "Target":
         """The inverse of `to_json`."""
         names = [field.name for field in dataclasses.fields(cls)]
-        values = {name: row[name] for name in names if name in row}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values: dict[str, Any] = {name: row[name] for name in names if name in row}
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+        return cls(**values)
 
 
 def generate_targets(

@@ -33,6 +33,11 @@ class RunCheckpoint(ModelCheckpoint):
         )
         self._previous_handler: Any = None
 
+    @property
+    def state_key(self) -> str:
+        """The same whatever the beat is: a resumed run may choose another."""
+        return type(self).__name__
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for Ctrl-C."""
         super().on_train_start(trainer, pl_module)

@@ -25,7 +25,7 @@ class ResultWriter(InversionCallback):
         self.path: Path | None = None
         self._finished_ids: set[str] = set()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the file; keep what an earlier part of this run finished."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.path = folder / "results.jsonl"

@@ -37,7 +37,8 @@ class TensorBoardDetails(InversionCallback):
         self, trainer: Trainer, pl_module: "Inverter", optimizer: Optimizer
     ) -> None:
         """Gradient norm of each kind of parameter, averaged over the slots in flight."""
-        if (trainer.global_step + 1) % trainer.log_every_n_steps:
+        every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (trainer.global_step + 1) % every_n_steps:
             return
         for name in pl_module.parameter_shapes():
             gradients = [getattr(pl_module, name)[slot.index].grad for slot in pl_module.active]
@@ -56,9 +57,9 @@ class TensorBoardDetails(InversionCallback):
                 board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
         diagnostics = [module.diagnostics(slot) for slot in slots]
         for name in diagnostics[0]:
-            values = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
-            board.add_scalar(f"eval/{name}", float(values.mean()), step)
-            board.add_histogram(f"{name}_per_position", values.cpu(), step)
+            positions = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
+            board.add_scalar(f"eval/{name}", float(positions.mean()), step)
+            board.add_histogram(f"{name}_per_position", positions.cpu(), step)
         if self._evaluations % self.text_every == 0:
             for slot in slots:
                 board.add_text(f"slot {slot.index}", _slot_markdown(module, slot), step)

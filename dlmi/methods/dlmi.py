@@ -119,7 +119,8 @@ class DLMI(Inverter):
     def tau(self, slot: Slot) -> Tensor:
         """The slot's temperatures, (N,)."""
         if self.temperature == "fixed":
-            return self.Z[slot.index].new_full((self.prompt_length,), self.tau0)
+            logits: Tensor = self.Z[slot.index]
+            return logits.new_full((self.prompt_length,), self.tau0)
         return temperature_law(self.Phi[slot.index], self.tau0).expand(self.prompt_length)
 
     def soft_prompt_embeds(self, slot: Slot) -> Tensor:
@@ -131,7 +132,8 @@ class DLMI(Inverter):
             rows = gumbel_softmax(logits, self.tau(slot), noise)  # (S, N, V)
             if self.estimator == "straight_through":
                 rows = straight_through(rows)
-            return rows @ self.lm.prompt_embedding_matrix.to(logits.dtype)
+            embeds: Tensor = rows @ self.lm.prompt_embedding_matrix.to(logits.dtype)
+            return embeds
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """Cross-entropy of the target, averaged over the S samples of each slot."""
@@ -149,7 +151,7 @@ class DLMI(Inverter):
         return StepLosses(losses.mean(dim=1), first_samples.argmax(dim=-1))
 
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """argmax Z, (B, N)."""
+        """The largest logit of each position, (B, N)."""
         return self.argmax_prompt_ids(slots)
 
     @torch.no_grad()

@@ -1,0 +1,45 @@
+"""Checks of relations between model, data and trainer that no single argument shows."""
+
+from lightning.pytorch import Trainer
+
+from dlmi.data import TargetDataModule
+from dlmi.errors import InputError
+
+
+def check_run(trainer: Trainer, data: TargetDataModule, prompt_length: int) -> None:
+    """Raise `InputError` for what would couple the slots, lose Z's gradient or not fit the LM.
+
+    Args:
+        trainer: The trainer, as it is set up.
+        data: With its LM and targets loaded.
+        prompt_length: Tokens that stand before the target, BoS included.
+    """
+    if trainer.world_size > 1:
+        raise InputError(
+            f"Expected `trainer.devices` to be 1, but the run has {trainer.world_size} ranks. "
+            "Run one process per device, each on its own part of the targets "
+            "(`data.targets_file`)."
+        )
+    if trainer.gradient_clip_val:
+        raise InputError(
+            f"Expected `trainer.gradient_clip_val` to be unset, but got "
+            f"{trainer.gradient_clip_val}: one norm over all slots would couple the targets."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise InputError(
+            "Expected `trainer.accumulate_grad_batches` to be 1, but got "
+            f"{trainer.accumulate_grad_batches}. Raise `model.num_samples` instead."
+        )
+    if trainer.precision in ("16-true", "bf16-true"):
+        raise InputError(
+            f"Expected `trainer.precision` to keep Z in float32, but got {trainer.precision}: "
+            "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
+        )
+    longest = max(data.targets, key=lambda target: len(target.ids))
+    limit = data.lm.max_positions
+    if limit is not None and prompt_length + len(longest.ids) > limit:
+        raise InputError(
+            f"Expected `model.prompt_length` + target length to be at most {limit} (the positions "
+            f"of {data.lm.name}), but got {prompt_length} + {len(longest.ids)} (target "
+            f"{longest.id}). Shorten one of them."
+        )

@@ -1,0 +1,157 @@
+"""Tiny real language models, made once per session, and the helpers that most tests need."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from dlmi import DLMI, TargetDataModule, load_lm
+
+WORDS = [f"w{i}" for i in range(28)]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+VOCAB = 32
+
+
+def make_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
+    """A whitespace tokenizer of 31 or 32 tokens; without `bos` it has only EoS."""
+    special = ["<unk>", "<eos>"] + (["<bos>"] if bos else [])
+    vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"unk_token": "<unk>", "eos_token": "<eos>"}
+    if bos:
+        names["bos_token"] = "<bos>"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_config(kind: str):
+    common = {"vocab_size": VOCAB, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.6}
+    wide = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 64}
+    if kind == "llama":
+        return LlamaConfig(**common, **wide, num_key_value_heads=1, tie_word_embeddings=True)
+    if kind == "llama_untied":
+        return LlamaConfig(**common, **wide, num_key_value_heads=2, tie_word_embeddings=False)
+    if kind == "gpt2":
+        return GPT2Config(**common, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    if kind == "gpt_neox":
+        return GPTNeoXConfig(**common, **wide, rotary_pct=0.5)
+    if kind == "qwen2":
+        return Qwen2Config(**common, **wide, num_key_value_heads=1, tie_word_embeddings=True)
+    if kind == "gemma":
+        return GemmaConfig(**common, **wide, num_key_value_heads=1, head_dim=8)
+    raise ValueError(kind)
+
+
+KINDS = ["llama", "llama_untied", "gpt2", "gpt_neox", "qwen2", "gemma"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Folder of a tiny model of a given kind, made on first use."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str = "llama") -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            torch.manual_seed(0)
+            if kind == "bert":
+                config = BertConfig(vocab_size=VOCAB, **SIZES, intermediate_size=32)
+                model = BertForMaskedLM(config)
+            else:
+                model = AutoModelForCausalLM.from_config(make_config(kind))
+            model.save_pretrained(made[kind])
+            make_tokenizer(bos=kind != "gpt2").save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(model_folder):
+    """The tiny Llama in float64."""
+    return load_lm(str(model_folder()), dtype="float64")
+
+
+@pytest.fixture
+def data(model_folder):
+    """A data module on the tiny Llama; four targets unless told otherwise."""
+
+    def make(**options) -> TargetDataModule:
+        defaults = {
+            "lm": str(model_folder()),
+            "dtype": "float64",
+            "batch_size": 2,
+            "k": (1, 3),
+            "per_k": 2,
+            "target_length": 4,
+        }
+        return TargetDataModule(**{**defaults, **options})
+
+    return make
+
+
+@pytest.fixture
+def fit(tmp_path):
+    """Invert the targets of a data module; gives the finished rows by target id."""
+
+    def run(model, data_module, ckpt_path=None, callbacks=(), **trainer_options):
+        options = {
+            "max_epochs": -1,
+            "accelerator": "cpu",
+            "default_root_dir": tmp_path,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": list(callbacks),
+        }
+        trainer = Trainer(**{**options, **trainer_options})
+        trainer.fit(model, datamodule=data_module, ckpt_path=ckpt_path, weights_only=True)
+        return {row.target_id: row for row in model.finished}
+
+    return run
+
+
+# One row per method class of the package: small settings under which it runs on the tiny LM.
+METHODS = {
+    "DLMI": lambda **o: DLMI(**{"tau0": 1.0, "num_samples": 2, **SMALL, **o}),
+    "DLMI_shared_free_run": lambda **o: DLMI(
+        **{"tau0": 2.0, "num_samples": 2, "temperature": "shared", **SMALL, **o},
+        teacher_forcing=False,
+    ),
+    "DLMI_fixed_straight_through": lambda **o: DLMI(
+        **{"tau0": 1.0, "num_samples": 3, "temperature": "fixed", **SMALL, **o},
+        estimator="straight_through",
+    ),
+}
+SMALL = {"prompt_length": 5, "steps": 12, "eval_every": 4}
+
+
+@pytest.fixture(params=list(METHODS))
+def make_method(request):
+    """Each method in turn, as a function of its options."""
+    return METHODS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    """Tiny tensors run faster on one thread."""
+    torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

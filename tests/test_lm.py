@@ -1,0 +1,157 @@
+import hashlib
+
+import pytest
+import torch
+from conftest import KINDS, make_tokenizer
+
+from dlmi import FrozenLM, InputError, load_lm
+from dlmi.losses import cross_entropy
+
+
+@pytest.fixture(params=KINDS)
+def lm(request, model_folder):
+    return load_lm(str(model_folder(request.param)), dtype="float64")
+
+
+def random_ids(lm, rows, length, seed=0):
+    columns = torch.randint(
+        len(lm.prompt_token_ids), (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
+    return lm.prompt_token_ids[columns]
+
+
+def test_target_logits_are_the_full_models(lm):
+    prompt_ids, target_ids = random_ids(lm, 3, 6), random_ids(lm, 3, 4, seed=1)
+    full = lm.model(input_ids=torch.cat([prompt_ids, target_ids], 1)).logits
+    logits = lm.target_logits(lm.embed(prompt_ids), target_ids)
+    torch.testing.assert_close(logits, full[:, 5:9], rtol=1e-9, atol=1e-9)
+
+
+def test_one_hot_soft_prompt_equals_hard_prompt(lm):
+    prompt_ids, target_ids = random_ids(lm, 2, 5), random_ids(lm, 2, 3, seed=1)
+    columns = torch.searchsorted(lm.prompt_token_ids, prompt_ids)
+    one_hot = torch.nn.functional.one_hot(columns, len(lm.prompt_token_ids)).to(lm.dtype)
+    soft = lm.target_logits(one_hot @ lm.prompt_embedding_matrix, target_ids)
+    torch.testing.assert_close(soft, lm.target_logits(lm.embed(prompt_ids), target_ids))
+
+
+def test_greedy_equals_transformers_generate(lm):
+    prompt_ids = random_ids(lm, 1, 6)
+    expected = lm.model.generate(
+        input_ids=prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        min_new_tokens=0,
+        max_new_tokens=9,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert torch.equal(lm.greedy(prompt_ids, 9), expected[:, 6:])
+
+
+def test_padding_on_the_right_changes_nothing(lm):
+    prompt_embeds = lm.embed(random_ids(lm, 2, 5))
+    target_ids = random_ids(lm, 2, 4, seed=1)
+    padded = torch.cat([target_ids, target_ids[:, :3]], 1)
+    torch.testing.assert_close(
+        lm.target_logits(prompt_embeds, padded)[:, :4], lm.target_logits(prompt_embeds, target_ids)
+    )
+
+
+@pytest.mark.parametrize("teacher_forcing", [True, False])
+def test_gradient_to_the_prompt_by_finite_differences(lm, teacher_forcing):
+    prompt_embeds = lm.embed(random_ids(lm, 1, 3)).clone().requires_grad_()
+    target_ids = random_ids(lm, 1, 3, seed=1)
+    mask = torch.ones_like(target_ids, dtype=torch.bool)
+
+    def loss(prompt_embeds):
+        if teacher_forcing:
+            logits = lm.target_logits(prompt_embeds, target_ids)
+        else:
+            logits, _ = lm.free_run(prompt_embeds, 3)
+        return cross_entropy(logits, target_ids, mask)
+
+    # Wide steps: the norm layers of transformers compute in float32 even in a float64 model.
+    assert torch.autograd.gradcheck(loss, prompt_embeds, eps=1e-3, atol=1e-2, rtol=1e-2)
+
+
+def test_exact_under_teacher_forcing_means_exact_under_greedy(lm):
+    prompt_ids = random_ids(lm, 4, 5)
+    said = lm.greedy(prompt_ids, 6)
+    assert torch.equal(lm.target_logits(lm.embed(prompt_ids), said).argmax(-1), said)
+
+
+def test_perplexity_is_that_of_transformers(lm):
+    ids = random_ids(lm, 1, 7)
+    expected = lm.model(input_ids=ids, labels=ids).loss.exp()
+    assert lm.perplexity(ids[0].tolist()) == pytest.approx(float(expected))
+    assert lm.perplexity([3]) is None
+
+
+def test_unused_vocabulary_rows_are_not_offered(model_folder):
+    lm = load_lm(str(model_folder("gpt2")))
+    assert lm.embedding_matrix.shape[0] == 32
+    assert lm.prompt_token_ids.tolist() == list(range(30))  # this tokenizer has no BoS
+    assert lm.prompt_embedding_matrix.shape[0] == 30
+
+
+def test_scaled_embeddings_are_what_the_model_reads(model_folder):
+    lm = load_lm(str(model_folder("gemma")), dtype="float64")
+    weight = lm.model.get_input_embeddings().weight
+    torch.testing.assert_close(lm.embedding_matrix, weight * 4.0)  # sqrt(hidden size)
+
+
+def test_bos_rules(model_folder):
+    assert load_lm(str(model_folder())).bos_id == 2
+    assert load_lm(str(model_folder("gpt2"))).bos_id == 1  # no BoS: EoS
+    assert load_lm(str(model_folder()), bos="w3").bos_id == 6
+    assert load_lm(str(model_folder()), bos=7).bos_id == 7
+    with pytest.raises(InputError, match="`bos`.*nonsense"):
+        _ = load_lm(str(model_folder()), bos="nonsense").bos_id
+    with pytest.raises(InputError, match="`bos`.*99"):
+        _ = load_lm(str(model_folder()), bos=99).bos_id
+
+
+def test_no_bos_and_no_eos_is_said(tiny):
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(InputError, match="neither BoS nor EoS"):
+        _ = FrozenLM(tiny.model, tokenizer).bos_id
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_gives_float32_logits(model_folder, dtype):
+    lm = load_lm(str(model_folder()), dtype=dtype)
+    logits = lm.target_logits(lm.embed(random_ids(lm, 1, 3)).float(), random_ids(lm, 1, 2))
+    assert lm.dtype == getattr(torch, dtype)
+    assert logits.dtype == torch.float32
+
+
+def test_fingerprint_tells_models_apart(model_folder):
+    first, again, other = (load_lm(str(model_folder(k))) for k in ("llama", "llama", "qwen2"))
+    assert first.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+def test_a_model_that_reads_ids_and_embeddings_differently_is_refused(tiny):
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.config = tiny.model, tiny.model.config
+
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            if inputs_embeds is not None:
+                inputs_embeds = inputs_embeds * 3 + 1
+            return self.inner(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+
+    with pytest.raises(InputError, match="Shifted.*answers differently"):
+        FrozenLM(Shifted(), tiny.tokenizer)
+
+
+def weights_hash(lm):
+    digest = hashlib.sha256()
+    for weight in lm.model.state_dict().values():
+        digest.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dlmi.relaxation import (
+    gumbel_noise,
+    gumbel_softmax,
+    row_entropy,
+    straight_through,
+    temperature_law,
+)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_temperature_law_against_numpy():
+    phi = torch.linspace(-4, 4, 17, dtype=torch.float64)
+    expected = 1e-10 + 100 * (1 + np.tanh(phi.numpy()))
+    np.testing.assert_allclose(temperature_law(phi, 100.0).numpy(), expected, rtol=1e-14)
+
+
+def test_temperature_stays_positive_and_below_twice_tau0():
+    phi = torch.tensor([-1e4, -20.0, 0.0, 20.0, 1e4])
+    tau = temperature_law(phi, 3.0)
+    assert (tau > 0).all()
+    assert (tau <= 6.0 + 1e-6).all()
+    assert tau[2] == 3.0
+
+
+@pytest.mark.parametrize("tau_shape", [(3,), ()])
+def test_gumbel_softmax_against_numpy(tau_shape):
+    logits = torch.randn(3, 7, dtype=torch.float64, generator=generator())
+    noise = gumbel_noise((4, 3, 7), generator(1), torch.float64)
+    tau = torch.rand(tau_shape, dtype=torch.float64, generator=generator(2)) + 0.1
+    scaled = (logits.numpy() + noise.numpy()) / tau.numpy()[..., None]
+    scaled = np.exp(scaled - scaled.max(-1, keepdims=True))
+    expected = scaled / scaled.sum(-1, keepdims=True)
+    np.testing.assert_allclose(gumbel_softmax(logits, tau, noise).numpy(), expected, rtol=1e-12)
+
+
+def test_gradients_of_logits_and_phi_by_finite_differences():
+    logits = torch.randn(2, 5, dtype=torch.float64, generator=generator(), requires_grad=True)
+    phi = torch.randn(2, dtype=torch.float64, generator=generator(1), requires_grad=True)
+    noise = gumbel_noise((3, 2, 5), generator(2), torch.float64)
+
+    def rows(logits, phi):
+        return gumbel_softmax(logits, temperature_law(phi, 2.0), noise)
+
+    assert torch.autograd.gradcheck(rows, (logits, phi))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_gumbel_independent_and_reproducible(dtype):
+    noise = gumbel_noise((2, 20_000), generator(3), dtype)
+    assert noise.isfinite().all()
+    assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-3
+    assert abs(np.corrcoef(noise.numpy())[0, 1]) < 0.03
+    assert torch.equal(noise, gumbel_noise((2, 20_000), generator(3), dtype))
+
+
+def test_gumbel_max_draws_from_softmax():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    rows = gumbel_softmax(logits, torch.tensor([0.5]), gumbel_noise((40_000, 1, 3), generator(4)))
+    counts = torch.bincount(rows.argmax(-1).flatten(), minlength=3)
+    expected = torch.softmax(logits[0].double(), -1).numpy() * 40_000
+    assert stats.chisquare(counts.numpy(), expected).pvalue > 1e-3
+
+
+def test_extreme_temperatures_stay_finite():
+    logits = torch.randn(2, 50, generator=generator(), requires_grad=True)
+    noise = gumbel_noise((1, 2, 50), generator(1))
+    rows = gumbel_softmax(logits, torch.tensor([1e-10, 1e6]), noise)
+    assert rows.sum(-1).allclose(torch.ones(1, 2))
+    assert rows[0, 0].max() == 1
+    assert rows[0, 1].max() < 0.0201
+    rows.square().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_straight_through_is_exactly_one_hot_forward_and_identity_backward():
+    probabilities = torch.softmax(torch.randn(3, 4, 6, generator=generator()), -1)
+    probabilities.requires_grad_()
+    one_hot = straight_through(probabilities)
+    assert torch.equal(one_hot, torch.nn.functional.one_hot(probabilities.argmax(-1), 6).float())
+    weights = torch.randn(3, 4, 6, generator=generator(1))
+    (one_hot * weights).sum().backward()
+    assert torch.equal(probabilities.grad, weights)
+
+
+def test_row_entropy_of_known_rows():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0]])
+    entropy = row_entropy(logits, torch.tensor([1.0, 1.0]))
+    assert entropy.allclose(torch.tensor([np.log(4.0), 0.0], dtype=torch.float32), atol=1e-6)
