@@ -5,6 +5,7 @@ Every mistake of the user ends in one line and exit code 2; Ctrl-C ends in exit 
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,8 +23,9 @@ from lightning.pytorch.cli import (
 )
 from lightning.pytorch.loggers import TensorBoardLogger
 
-import dlmi.methods  # noqa: F401  (makes the short class names known)
+import dlmi.methods
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
+from dlmi.callbacks.results import refuse_used_folder
 from dlmi.checks import check_run
 from dlmi.commands import targets_command, verify_command
 from dlmi.data import TargetDataModule
@@ -63,8 +65,18 @@ def main(args: Sequence[str] | None = None) -> None:
     _quieten()
     try:
         sys.exit(COMMANDS[command](arguments[1:]))
-    except InputError as error:
-        fail(str(error))
+    except ValueError as error:
+        fail(str(_input_error(error)))
+
+
+def _input_error(error: BaseException) -> InputError:
+    """The user's mistake behind an error (jsonargparse wraps it); any other error is raised."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InputError):
+            return cause
+        cause = cause.__cause__
+    raise error
 
 
 def fail(message: str) -> NoReturn:
@@ -120,7 +132,25 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the line and exit with 2."""
-        fail(message)
+        fail(_clearer(message))
+
+
+def _clearer(message: str) -> str:
+    """Jsonargparse's message, with the way out where it leaves one open."""
+    methods = ", ".join(dlmi.methods.__all__)
+    if unknown := re.search(r"Expected a dot import path string: (\S+)", message):
+        return f"Expected `model` to be a method ({methods}), but got {unknown[1]!r}."
+    if "required: fit.model" in message:
+        return (
+            "Expected a method, but got none. Give `--config configs/quickstart.yaml`, or "
+            f"`--model` with one of: {methods}."
+        )
+    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: )([^' ]+)", message):
+        return (
+            f"Expected options that exist, but got {unknown[1]!r}. `python -m dlmi fit --help` "
+            "lists them, `python -m dlmi fit --model.help METHOD` those of a method."
+        )
+    return message
 
 
 class InversionCLI(LightningCLI):
@@ -172,6 +202,8 @@ class InversionCLI(LightningCLI):
         """Refuse bad input before a run folder is made."""
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         _check_writable(folder)
+        if not self.config.fit.ckpt_path:
+            refuse_used_folder(folder)
         device = self.trainer.strategy.root_device
         self.datamodule.load(device)
         model: Inverter = self.model

@@ -12,12 +12,15 @@ import importlib.util
 import io
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -54,22 +57,21 @@ def load_lm(
     """
     device = torch.device(device)
     source, revision = _locate(name)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
     with _quiet_transformers():
         try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(source, **options)
         except (OSError, ValueError) as error:
             raise InputError(_no_model_message(name, error)) from error
         _refuse_other_kinds(name, config)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=_torch_dtype(dtype, device),
-                trust_remote_code=trust_remote_code,
+                source, dtype=_torch_dtype(dtype, device), **options
             )
         except (OSError, ValueError) as error:
             raise InputError(_no_model_message(name, error)) from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
@@ -186,6 +188,17 @@ def _torch_dtype(dtype: DType, device: torch.device) -> torch.dtype | str:
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _hub_is_out_of_reach() -> bool:
+    """Whether the hub's name does not resolve, so that asking it would only mean retries."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(huggingface_hub.constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+    return False
 
 
 def _no_model_message(name: str, error: Exception) -> str:

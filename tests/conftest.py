@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import Trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -154,4 +155,5 @@ def few_threads():
 
 
 def pytest_configure(config):
+    transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

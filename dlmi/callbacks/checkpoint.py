@@ -33,10 +33,12 @@ class RunCheckpoint(ModelCheckpoint):
         )
         self._previous_handler: Any = None
 
-    @property
-    def state_key(self) -> str:
-        """The same whatever the beat is: a resumed run may choose another."""
-        return type(self).__name__
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: there is one file, and a resumed run may choose another beat."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take back."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for Ctrl-C."""
@@ -59,7 +61,7 @@ class RunCheckpoint(ModelCheckpoint):
         if not (pl_module.active or pl_module.queue):
             return
         path = Path(self.dirpath or trainer.default_root_dir) / "last.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)  # False: with optimiser and queue
         config = path.parent.parent / "config.yaml"
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"Stopped with {len(pl_module.active)} targets in flight and {len(pl_module.queue)} "

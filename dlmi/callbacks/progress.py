@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from dlmi.results import Inversion
 
 
+_AS_IS: Any = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
 class InversionProgress(InversionCallback, ProgressBar):
     """Show a run as it goes, and a table per difficulty at its end.
 
@@ -54,13 +57,10 @@ class InversionProgress(InversionCallback, ProgressBar):
             f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, {dtype}, "
             f"{lm.device.type}): {len(pl_module.data.targets)} targets, N={pl_module.prompt_length}"
             f", at most {pl_module.steps} steps each, {len(pl_module.slots)} at a time",
-            highlight=False,
-            markup=False,
+            **_AS_IS,
         )
         if trainer.log_dir:
-            self.console.print(
-                f"results and TensorBoard in {trainer.log_dir}", highlight=False, markup=False
-            )
+            self.console.print(f"results and TensorBoard in {trainer.log_dir}", **_AS_IS)
         self._started = self._last_line = time.monotonic()
         self._steps = 0
         if self.console.is_terminal:

