@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm import FrozenLM
 from dlmi.models import PACKAGED, DType, load_lm
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
@@ -55,13 +55,7 @@ class TargetDataModule(LightningDataModule):
         texts: list[str] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {
-            "batch_size": batch_size,
-            "per_k": per_k,
-            "target_length": target_length,
-        }.items():
-            if value < 1:
-                raise InputError(f"Expected `data.{name}` to be at least 1, but got {value}.")
+        check_at_least_one("data", batch_size=batch_size, per_k=per_k, target_length=target_length)
         if rank_sigma < 0:
             raise InputError(f"Expected `data.rank_sigma` to be at least 0, but got {rank_sigma}.")
         if not k:

@@ -7,3 +7,17 @@ class InputError(ValueError):
     The line names the argument, what was expected, what came and the way out. On the command line
     it is printed without a traceback and the exit code is 2.
     """
+
+
+def check_at_least_one(section: str, **values: int) -> None:
+    """Raise `InputError` for the first value below 1; `section` is `model` or `data`."""
+    for name, value in values.items():
+        if value < 1:
+            raise InputError(f"Expected `{section}.{name}` to be at least 1, but got {value}.")
+
+
+def check_positive(section: str, **values: float) -> None:
+    """Raise `InputError` for the first value that is not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise InputError(f"Expected `{section}.{name}` to be positive, but got {value}.")

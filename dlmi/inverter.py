@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dlmi.callbacks.base import InversionCallback
 from dlmi.checks import check_run
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one
 from dlmi.evaluation import evaluate_prompts, pad_targets
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
@@ -63,13 +63,7 @@ class Inverter(LightningModule, ABC):
         self, prompt_length: int, steps: int, eval_every: int, prompt_bos: bool, seed: int
     ) -> None:
         super().__init__()
-        for name, value in {
-            "prompt_length": prompt_length,
-            "steps": steps,
-            "eval_every": eval_every,
-        }.items():
-            if value < 1:
-                raise InputError(f"Expected `model.{name}` to be at least 1, but got {value}.")
+        check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
         self.save_hyperparameters()
         self.prompt_length = prompt_length
         self.steps = steps

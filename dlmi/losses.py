@@ -3,9 +3,14 @@
 Axes: R rows, M target positions (rows shorter than M are padded), V logits.
 """
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
+
+LossName = Literal["cross_entropy", "margin", "hinge"]
 
 
 def target_mask(lengths: Tensor, width: int) -> Tensor:
@@ -13,10 +18,13 @@ def target_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def cross_entropy(logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each row's own target tokens.
+def target_loss(name: LossName, logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each row's own target tokens of a loss per token.
 
     Args:
+        name: `cross_entropy`: -log q(y). `margin`: max log q - log q(y), which is 0 where the
+            target is the argmax (SODA). `hinge`: max(0, 1 + best other logit - target logit),
+            which goes on until the target leads by a margin of 1.
         logits: (R, M, V).
         target_ids: (R, M).
         mask: (R, M), True at the positions that count.
@@ -24,6 +32,31 @@ def cross_entropy(logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (R,).
     """
-    per_token = F.cross_entropy(logits.flatten(0, 1), target_ids.flatten(), reduction="none")
-    per_token = per_token.view_as(target_ids)
+    per_token = _PER_TOKEN[name](logits, target_ids)  # (R, M)
     return (per_token * mask).sum(-1) / mask.sum(-1)
+
+
+def _cross_entropy(logits: Tensor, target_ids: Tensor) -> Tensor:
+    flat = F.cross_entropy(logits.flatten(0, 1), target_ids.flatten(), reduction="none")
+    return flat.view_as(target_ids)
+
+
+def _margin(logits: Tensor, target_ids: Tensor) -> Tensor:
+    # The normaliser of log q cancels.
+    return logits.amax(-1) - _target_logits(logits, target_ids)
+
+
+def _hinge(logits: Tensor, target_ids: Tensor) -> Tensor:
+    others = logits.scatter(-1, target_ids[..., None], -torch.inf).amax(-1)
+    return F.relu(1 + others - _target_logits(logits, target_ids))
+
+
+def _target_logits(logits: Tensor, target_ids: Tensor) -> Tensor:
+    return logits.gather(-1, target_ids[..., None]).squeeze(-1)
+
+
+_PER_TOKEN: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": _cross_entropy,
+    "margin": _margin,
+    "hinge": _hinge,
+}

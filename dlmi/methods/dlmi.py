@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter, StepLosses
 from dlmi.losses import cross_entropy
 from dlmi.relaxation import (
@@ -74,14 +74,8 @@ class DLMI(Inverter):
         seed: int = 0,
     ) -> None:
         super().__init__(prompt_length, steps, eval_every, prompt_bos, seed)
-        if not tau0 > 0:
-            raise InputError(f"Expected `model.tau0` to be positive, but got {tau0}.")
-        if num_samples < 1:
-            raise InputError(
-                f"Expected `model.num_samples` to be at least 1, but got {num_samples}."
-            )
-        if not lr > 0:
-            raise InputError(f"Expected `model.lr` to be positive, but got {lr}.")
+        check_positive("model", tau0=tau0, lr=lr)
+        check_at_least_one("model", num_samples=num_samples)
         if temperature == "fixed" and phi_init is not None:
             raise InputError(
                 f"Expected `model.phi_init` to be unset with `model.temperature: fixed`, but got "
