@@ -1,18 +1,23 @@
 """Checks of relations between model, data and trainer that no single argument shows."""
 
+from typing import TYPE_CHECKING
+
 from lightning.pytorch import Trainer
 
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
 
-def check_run(trainer: Trainer, data: TargetDataModule, prompt_length: int) -> None:
+
+def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> None:
     """Raise `InputError` for what would couple the slots, lose Z's gradient or not fit the LM.
 
     Args:
         trainer: The trainer, as it is set up.
         data: With its LM and targets loaded.
-        prompt_length: Tokens that stand before the target, BoS included.
+        module: The method.
     """
     if trainer.world_size > 1:
         raise InputError(
@@ -35,6 +40,8 @@ def check_run(trainer: Trainer, data: TargetDataModule, prompt_length: int) -> N
             f"Expected `trainer.precision` to keep Z in float32, but got {trainer.precision}: "
             "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
         )
+    module.check_lm(data.lm)
+    prompt_length = module.prompt_length + module.prompt_bos
     longest = max(data.targets, key=lambda target: len(target.ids))
     limit = data.lm.max_positions
     if limit is not None and prompt_length + len(longest.ids) > limit:

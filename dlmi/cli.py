@@ -206,8 +206,7 @@ class InversionCLI(LightningCLI):
             refuse_used_folder(folder)
         device = self.trainer.strategy.root_device
         self.datamodule.load(device)
-        model: Inverter = self.model
-        check_run(self.trainer, self.datamodule, model.prompt_length + model.prompt_bos)
+        check_run(self.trainer, self.datamodule, self.model)
 
 
 def _check_writable(folder: Path) -> None:

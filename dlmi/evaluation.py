@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlmi.lm import FrozenLM
-from dlmi.losses import cross_entropy, target_mask
+from dlmi.losses import LossName, target_loss, target_mask
 from dlmi.metrics import lcs_ratio
 from dlmi.targets import Target
 
@@ -81,7 +81,7 @@ def evaluate_prompts(
     target_ids, mask = pad_targets(targets, lm.device)
     full_ids = with_bos(lm, prompt_ids, prompt_bos)
     logits = lm.target_logits(lm.embed(full_ids), target_ids)
-    losses = cross_entropy(logits, target_ids, mask).tolist()
+    losses = target_loss("cross_entropy", logits, target_ids, mask).tolist()
     outputs = lm.greedy(full_ids, target_ids.shape[1]).tolist()
     evaluations = []
     for row, target in enumerate(targets):
@@ -96,3 +96,36 @@ def evaluate_prompts(
             )
         )
     return evaluations
+
+
+@torch.no_grad()
+def score_prompts(
+    lm: FrozenLM,
+    prompt_ids: Tensor,
+    target: Target,
+    loss: LossName = "cross_entropy",
+    prompt_bos: bool = False,
+    rows_per_pass: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Teacher-forced scores of many discrete prompts for one target, in bounded memory.
+
+    Args:
+        lm: The model.
+        prompt_ids: (C, N).
+        target: The one target.
+        loss: Which loss.
+        prompt_bos: Put BoS before each prompt.
+        rows_per_pass: Prompts per pass through the LM.
+
+    Returns:
+        The loss of each prompt, (C,), and what teacher forcing decodes after it, (C, M). A prompt
+        that decodes the target this way also produces it in a free greedy run.
+    """
+    target_ids, mask = pad_targets([target], lm.device)
+    losses, outputs = [], []
+    for rows in torch.split(with_bos(lm, prompt_ids, prompt_bos), rows_per_pass):
+        expanded = target_ids.expand(len(rows), -1)
+        logits = lm.target_logits(lm.embed(rows), expanded)
+        losses.append(target_loss(loss, logits, expanded, mask.expand(len(rows), -1)))
+        outputs.append(logits.argmax(-1))
+    return torch.cat(losses), torch.cat(outputs)

@@ -8,6 +8,8 @@ next target at once.
 A method fills four holes: which tensors a slot has (`parameter_shapes`), how they start
 (`initialise`), the loss of each slot (`losses`), and the discrete prompt that they stand for
 (`prompt_ids`). The discrete prompt is what is measured, always.
+
+Axes: B slots in flight, N prompt tokens, M target tokens.
 """
 
 import time
@@ -25,12 +27,15 @@ from dlmi.callbacks.base import InversionCallback
 from dlmi.checks import check_run
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.evaluation import evaluate_prompts, pad_targets
+from dlmi.evaluation import Evaluation, evaluate_prompts
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
+from dlmi.passes import row_tokens
 from dlmi.results import Inversion, describe_environment, describe_prompt
-from dlmi.slots import Slot
+from dlmi.slots import Budget, Slot
 from dlmi.targets import Target
+
+_CANDIDATE_ROWS = 32  # prompts decoded side by side when there are many for one target
 
 
 @dataclass
@@ -38,12 +43,14 @@ class StepLosses:
     """What a method's pass over B slots gives.
 
     Attributes:
-        losses: One loss per slot, with its graph, (B,).
+        losses: What is descended, one number per slot with its graph, (B,).
         output_ids: What the pass itself decoded for each slot, (B, M).
+        values: The loss to report where `losses` is only its surrogate, (B,).
     """
 
     losses: Tensor
     output_ids: Tensor
+    values: Tensor | None = None
 
 
 class Inverter(LightningModule, ABC):
@@ -52,6 +59,7 @@ class Inverter(LightningModule, ABC):
     Args:
         prompt_length: Tokens of a prompt, N.
         steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes: tokens sent forward or backward through the LM.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
         seed: With the target's id it fixes the noise.
@@ -60,13 +68,21 @@ class Inverter(LightningModule, ABC):
     Z: nn.ParameterList
 
     def __init__(
-        self, prompt_length: int, steps: int, eval_every: int, prompt_bos: bool, seed: int
+        self,
+        prompt_length: int,
+        steps: int,
+        token_budget: int | None,
+        eval_every: int,
+        prompt_bos: bool,
+        seed: int,
     ) -> None:
         super().__init__()
         check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
+        if token_budget is not None:
+            check_at_least_one("model", token_budget=token_budget)
         self.save_hyperparameters()
         self.prompt_length = prompt_length
-        self.steps = steps
+        self.budget = Budget(steps, token_budget)
         self.eval_every = eval_every
         self.prompt_bos = prompt_bos
         self.seed = seed
@@ -91,15 +107,22 @@ class Inverter(LightningModule, ABC):
 
     @abstractmethod
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
-        """One loss per slot, to be descended."""
+        """One loss per slot, to be descended; charges the slots for the passes it makes."""
 
     @abstractmethod
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The discrete prompts that the slots stand for now, (B, N)."""
 
+    def final_prompt_ids(self, slot: Slot) -> Tensor | None:
+        """More discrete prompts to try when the budget is spent, (C, N); none by default."""
+        return None
+
     def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
-        """Per-position numbers worth a look, (N,) each, such as `tau`; for TensorBoard."""
+        """Per-position numbers worth a look, such as `tau`; for TensorBoard."""
         return {}
+
+    def check_lm(self, lm: FrozenLM) -> None:
+        """Raise `InputError` where the method's settings do not fit the LM."""
 
     # ---- what methods share
 
@@ -131,23 +154,11 @@ class Inverter(LightningModule, ABC):
         columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
         return self.lm.prompt_token_ids.to(columns.device)[columns]
 
-    def prepend_bos(self, prompt_embeds: Tensor) -> Tensor:
-        """(R, N, d) to (R, N+1, d) if `prompt_bos`, else as it is."""
-        if not self.prompt_bos:
-            return prompt_embeds
-        bos_embed = self.lm.embed(torch.tensor(self.lm.bos_id, device=prompt_embeds.device))
-        bos_embeds = bos_embed.expand(prompt_embeds.shape[0], 1, -1).to(prompt_embeds.dtype)
-        return torch.cat([bos_embeds, prompt_embeds], dim=1)
-
-    def padded_targets(self, slots: Sequence[Slot]) -> tuple[Tensor, Tensor]:
-        """The slots' targets, (B, M), and the mask of their real tokens."""
-        return pad_targets([slot.target for slot in slots], self.lm.device)
-
     # ---- Lightning's hooks, in the order of a run
 
     def setup(self, stage: str) -> None:
         """Refuse what would couple the slots or break the budget."""
-        check_run(self.trainer, self.data, self.prompt_length + self.prompt_bos)
+        check_run(self.trainer, self.data, self)
 
     def configure_model(self) -> None:
         """Make one set of parameters per slot; `initialise` fills them when a target arrives."""
@@ -190,11 +201,12 @@ class Inverter(LightningModule, ABC):
         """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
         slots = self.active
         step = self.losses(slots)
+        values = (step.losses if step.values is None else step.values).detach()
         for row, slot in enumerate(slots):
-            slot.loss = step.losses[row].detach()
+            slot.loss = values[row]
             slot.output_ids = step.output_ids[row, : len(slot.target.ids)]
             slot.step += 1
-        self.log("train/loss", step.losses.detach().mean(), batch_size=1)
+        self.log("train/loss", values.mean(), batch_size=1)
         return step.losses.sum()
 
     def on_train_end(self) -> None:
@@ -231,22 +243,18 @@ class Inverter(LightningModule, ABC):
         for slot in self.active:
             slot.seconds += now - self._clock
         self._clock = now
-        while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.steps)]:
+        while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.budget)]:
             self._evaluate(due)
             for slot in due:
-                if reason := slot.stop_reason(self.steps):
+                if slot.stop_reason(self.budget) == "budget":
+                    self._try_final_prompts(slot)
+                if reason := slot.stop_reason(self.budget):
                     self._report(slot, reason)
                     self._finished_ids.add(slot.target.id)
                     self._refill(slot.index)
 
     def _evaluate(self, slots: list[Slot]) -> None:
-        evaluations = evaluate_prompts(
-            self.lm,
-            self.prompt_ids(slots),
-            [slot.target for slot in slots],
-            [slot.step for slot in slots],
-            self.prompt_bos,
-        )
+        evaluations = self._decode(slots, self.prompt_ids(slots))
         for slot, evaluation in zip(slots, evaluations, strict=True):
             if slot.loss is not None and slot.output_ids is not None:
                 evaluation = replace(
@@ -257,6 +265,28 @@ class Inverter(LightningModule, ABC):
             slot.record(evaluation)
         for callback in self._inversion_callbacks():
             callback.on_evaluation(self.trainer, self, slots)
+
+    def _try_final_prompts(self, slot: Slot) -> None:
+        prompt_ids = self.final_prompt_ids(slot)
+        if prompt_ids is None:
+            return
+        candidates: list[Evaluation] = []
+        for rows in torch.split(prompt_ids, _CANDIDATE_ROWS):
+            candidates += self._decode([slot] * len(rows), rows)
+        best = candidates[0]
+        for candidate in candidates[1:]:
+            best = candidate if candidate.beats(best) else best
+        before = slot.last
+        assert before is not None
+        slot.record(replace(best, loss=before.loss, as_in_code_lcs=before.as_in_code_lcs))
+
+    def _decode(self, slots: list[Slot], prompt_ids: Tensor) -> list[Evaluation]:
+        """Evaluate one prompt per slot and charge it: a teacher-forced pass and a free run."""
+        for slot in slots:
+            slot.forward_tokens += 2 * row_tokens(self.prompt_length, self.prompt_bos, slot.target)
+        targets = [slot.target for slot in slots]
+        steps = [slot.step for slot in slots]
+        return evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
 
     def _report(self, slot: Slot, reason: str) -> None:
         best, last, target = slot.best, slot.last, slot.target
@@ -279,6 +309,8 @@ class Inverter(LightningModule, ABC):
             steps=slot.step,
             stop_reason=reason,
             seconds=slot.seconds,
+            forward_tokens=slot.forward_tokens,
+            backward_tokens=slot.backward_tokens,
             seed=self.seed,
             method=type(self).__name__,
             settings=self._settings(),
@@ -309,7 +341,9 @@ class Inverter(LightningModule, ABC):
         return [callback for callback in callbacks if isinstance(callback, InversionCallback)]
 
     def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in self.hparams.items() if not name.startswith("_")}
+        """The arguments as a JSON file has them: tuples are lists."""
+        public = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in public.items()}
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed."""

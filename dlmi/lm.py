@@ -8,6 +8,7 @@ Axes in shape comments: R rows of a batch, N prompt tokens, M target tokens, V l
 d embedding width.
 """
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlmi.errors import InputError
+
+# Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
+NextEmbeds = Callable[[Tensor, int], Tensor]
 
 
 class FrozenLM:
@@ -143,45 +147,51 @@ class FrozenLM:
         logits, _ = self._forward(inputs_embeds, keep=target_length)
         return logits
 
-    def free_run(self, prompt_embeds: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Greedy decoding of exactly `num_tokens` tokens; EoS does not end it.
+    def free_run(
+        self, prompt_embeds: Tensor, num_tokens: int, next_embeds: NextEmbeds | None = None
+    ) -> Tensor:
+        """Decode exactly `num_tokens` tokens and give the logits of each step; EoS ends nothing.
 
-        With gradients enabled they reach the prompt through the KV cache; the fed-back tokens are
-        looked up, so no gradient passes through the choice of a token.
+        With gradients enabled they reach the prompt through the KV cache. Greedily chosen tokens
+        are looked up, so no gradient passes through their choice.
 
         Args:
             prompt_embeds: (R, N, d).
             num_tokens: How many tokens to decode.
+            next_embeds: As in `decode_steps`.
 
         Returns:
-            The logits of each step, (R, num_tokens, V), and the chosen ids, (R, num_tokens).
+            (R, num_tokens, V), in float32 or better.
         """
-        steps = list(self.decode_steps(prompt_embeds, num_tokens))
-        return torch.cat([s[0] for s in steps], dim=1), torch.cat([s[1] for s in steps], dim=1)
+        return torch.cat(list(self.decode_steps(prompt_embeds, num_tokens, next_embeds)), dim=1)
 
     @torch.no_grad()
     def greedy(self, prompt_ids: Tensor, num_tokens: int) -> Tensor:
         """What the LM says to a discrete prompt: (R, N) ids to (R, num_tokens) ids."""
         steps = self.decode_steps(self.embed(prompt_ids), num_tokens)
-        return torch.cat([ids for _, ids in steps], dim=1)
+        return torch.cat([logits.argmax(-1) for logits in steps], dim=1)
 
     def decode_steps(
-        self, prompt_embeds: Tensor, num_tokens: int, choose: Callable[..., Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Decode token by token with a KV cache, yielding logits (R, 1, V) and ids (R, 1).
+        self, prompt_embeds: Tensor, num_tokens: int, next_embeds: NextEmbeds | None = None
+    ) -> Iterator[Tensor]:
+        """Decode token by token with a KV cache, yielding each step's logits, (R, 1, V).
 
         Args:
             prompt_embeds: (R, N, d).
             num_tokens: How many tokens to decode.
-            choose: Maps a step's logits (R, 1, V) and its index to ids (R, 1). Default: the argmax.
+            next_embeds: Maps a step's logits (R, 1, V) and its index to what is read next,
+                (R, 1, d). Default: the embedding of the argmax.
         """
         inputs_embeds = prompt_embeds.to(self.dtype)
         cache = None
         for step in range(num_tokens):
             logits, cache = self._forward(inputs_embeds, keep=1, cache=cache, use_cache=True)
-            next_ids = logits.argmax(dim=-1) if choose is None else choose(logits, step)
-            yield logits, next_ids
-            inputs_embeds = self.embed(next_ids)
+            yield logits
+            if step + 1 < num_tokens:
+                if next_embeds is None:
+                    inputs_embeds = self.embed(logits.argmax(dim=-1))
+                else:
+                    inputs_embeds = next_embeds(logits, step).to(self.dtype)
 
     @torch.no_grad()
     def token_log_probs(self, ids: Tensor) -> Tensor:
@@ -195,6 +205,26 @@ class FrozenLM:
             return None
         log_probs = self.token_log_probs(torch.tensor([list(ids)], device=self.device))
         return float(log_probs.mean().neg().exp())
+
+    @contextlib.contextmanager
+    def scaled_norm_gradients(self, factor: float) -> Iterator[None]:
+        """Scale gradients where they leave a norm layer, for passes made inside this context.
+
+        The forward pass is untouched. Inside a block the norm stands at the start of a branch, so
+        a factor below 1 weakens what comes through the branches against the residual stream.
+        """
+
+        def scale(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+
+        norms = [m for m in self.model.modules() if type(m).__name__.endswith("Norm")]
+        handles = [norm.register_forward_hook(scale) for norm in norms]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def fingerprint(self) -> str:
         """A short hash over the head of every weight: tells models apart, costs no time."""

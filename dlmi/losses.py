@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 LossName = Literal["cross_entropy", "margin", "hinge"]
 

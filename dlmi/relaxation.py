@@ -1,9 +1,7 @@
-"""From logits to relaxed one-hot rows: the temperature law, Gumbel noise and straight-through.
+"""The temperature law, Gumbel noise and the entropy of a relaxed prompt.
 
-Axes: S samples, N prompt positions, V tokens a prompt may hold.
+Axes: N prompt positions, V tokens a prompt may hold.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,44 +18,28 @@ def temperature_law(phi: Tensor, tau0: float, eps: float = TEMPERATURE_EPS) -> T
     return eps + tau0 * (1 + torch.tanh(phi))
 
 
+def annealed_temperature(start: float, end: float, progress: float) -> float:
+    """Geometric path from `start` to `end` as `progress` goes from 0 to 1.
+
+    >>> [round(annealed_temperature(100.0, 0.01, p), 6) for p in (0.0, 0.5, 1.0, 2.0)]
+    [100.0, 1.0, 0.01, 0.01]
+    """
+    return float(start * (end / start) ** min(progress, 1.0))
+
+
+def exponential_noise(
+    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Independent Exponential(1) draws on the generator's device, never exactly zero."""
+    noise = torch.empty(shape, dtype=dtype, device=generator.device)
+    return noise.exponential_(generator=generator).clamp_min_(torch.finfo(dtype).tiny)
+
+
 def gumbel_noise(
     shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Independent Gumbel(0, 1) draws, -log of an Exponential(1), on the generator's device."""
-    noise = torch.empty(shape, dtype=dtype, device=generator.device)
-    # An exponential draw can round to 0, whose logarithm would be infinite.
-    return noise.exponential_(generator=generator).clamp_min_(torch.finfo(dtype).tiny).log_().neg_()
-
-
-def gumbel_softmax(logits: Tensor, tau: Tensor, noise: Tensor) -> Tensor:
-    """softmax((logits + noise) / tau) for S samples.
-
-    Args:
-        logits: (N, V).
-        tau: (N,), or one for all positions, ().
-        noise: (S, N, V).
-
-    Returns:
-        (S, N, V); every row sums to one.
-    """
-    return torch.softmax((logits + noise) / tau[..., None], dim=-1)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, probabilities: Tensor) -> Tensor:
-        index = probabilities.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(probabilities).scatter_(-1, index, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def straight_through(probabilities: Tensor) -> Tensor:
-    """One-hot of the largest entry in the forward pass, the identity in the backward pass."""
-    one_hot: Tensor = _StraightThrough.apply(probabilities)  # type: ignore[no-untyped-call]
-    return one_hot
+    return exponential_noise(shape, generator, dtype).log_().neg_()
 
 
 def row_entropy(logits: Tensor, tau: Tensor) -> Tensor:

@@ -47,6 +47,9 @@ class Inversion:
         steps: Steps used.
         stop_reason: `solved`, `budget` or `interrupted`.
         seconds: Wall time that the target spent in its slot, beside its batch mates.
+        forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
+        backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
+            methods are compared by.
         seed: Of the run; with `target_id` it fixes the noise.
         method: Class of the inverter.
         settings: All its arguments.
@@ -56,7 +59,7 @@ class Inversion:
         dtype: Of the LM.
         device: Type of device.
         versions: Of the packages that matter, and of Python.
-        trace: (step, honest LCS, discrete loss, seconds) of every evaluation.
+        trace: (step, honest LCS, discrete loss, seconds, token passes) of every evaluation.
     """
 
     target_id: str
@@ -81,6 +84,8 @@ class Inversion:
     steps: int
     stop_reason: str
     seconds: float
+    forward_tokens: int
+    backward_tokens: int
     seed: int
     method: str
     settings: dict[str, Any]
@@ -90,7 +95,7 @@ class Inversion:
     dtype: str
     device: str
     versions: dict[str, str]
-    trace: tuple[tuple[int, float, float, float], ...]
+    trace: tuple[tuple[int, float, float, float, int], ...]
 
     def to_json_line(self) -> str:
         """One line of `results.jsonl`."""

@@ -12,6 +12,26 @@ from dlmi.evaluation import Evaluation
 from dlmi.targets import Target
 
 
+@dataclass(frozen=True)
+class Budget:
+    """When a target has had enough.
+
+    Attributes:
+        steps: Optimisation steps.
+        token_passes: Tokens sent forward or backward through the LM, or None for no limit.
+    """
+
+    steps: int
+    token_passes: int | None = None
+
+    def share_used(self, slot: "Slot") -> float:
+        """Between 0 and 1: the larger share of the two."""
+        used = slot.step / self.steps
+        if self.token_passes is not None:
+            used = max(used, slot.token_passes / self.token_passes)
+        return min(used, 1.0)
+
+
 @dataclass
 class Slot:
     """One target in flight.
@@ -25,12 +45,15 @@ class Slot:
         generator: Its own noise, seeded from the run's seed and the target's id.
         step: Optimisation steps taken.
         seconds: Wall time spent in the slot.
+        forward_tokens: Tokens sent forward through the LM, evaluations included.
+        backward_tokens: Tokens sent backward through the LM.
         best: The best evaluation so far.
         last: The latest evaluation.
-        trace: (step, LCS, discrete loss, seconds) of each evaluation.
+        trace: (step, LCS, discrete loss, seconds, token passes) of each evaluation.
         loss: Training loss of the latest step, ().
         output_ids: What the latest training pass decoded, (M,).
-        memory: What else a method keeps per target between steps.
+        is_promising: Set by a method that has just seen its discrete prompt succeed: evaluate now.
+        memory: What else a method keeps per target between steps; plain values and tensors.
     """
 
     index: int
@@ -38,11 +61,14 @@ class Slot:
     generator: torch.Generator
     step: int = 0
     seconds: float = 0.0
+    forward_tokens: int = 0
+    backward_tokens: int = 0
     best: Evaluation | None = None
     last: Evaluation | None = None
-    trace: list[tuple[int, float, float, float]] = field(default_factory=list)
+    trace: list[tuple[int, float, float, float, int]] = field(default_factory=list)
     loss: Tensor | None = None
     output_ids: Tensor | None = None
+    is_promising: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -53,39 +79,51 @@ class Slot:
         generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # seeds are signed
         return cls(index, target, generator)
 
-    def is_due(self, eval_every: int, budget: int) -> bool:
-        """Whether the prompt is to be decoded now: at the start, on the beat, and at the end."""
+    @property
+    def token_passes(self) -> int:
+        """The cost so far: every token forward counts 1, every token backward counts 1."""
+        return self.forward_tokens + self.backward_tokens
+
+    def is_due(self, eval_every: int, budget: Budget) -> bool:
+        """Whether to decode now: at the start, on the beat, at the end, or on a good sign."""
         if self.last is not None and self.last.step == self.step:
             return False
-        return self.step % eval_every == 0 or self.step >= budget
+        on_beat = self.step % eval_every == 0
+        return on_beat or self.is_promising or budget.share_used(self) >= 1
 
     def record(self, evaluation: Evaluation) -> None:
         """Keep an evaluation, and the best of them all."""
         self.last = evaluation
+        self.is_promising = False
         if evaluation.beats(self.best):
             self.best = evaluation
-        point = (evaluation.step, evaluation.lcs, evaluation.discrete_loss, self.seconds)
-        self.trace.append(point)
+        self.trace.append(
+            (
+                evaluation.step,
+                evaluation.lcs,
+                evaluation.discrete_loss,
+                self.seconds,
+                self.token_passes,
+            )
+        )
 
-    def stop_reason(self, budget: int) -> str | None:
+    def stop_reason(self, budget: Budget) -> str | None:
         """`solved`, `budget`, or None while it is to go on."""
-        if self.last is not None and self.last.output_ids == self.target.ids:
+        if self.best is not None and self.best.output_ids == self.target.ids:
             return "solved"
-        return "budget" if self.step >= budget else None
+        return "budget" if budget.share_used(self) >= 1 else None
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors that a checkpoint can hold with `weights_only=True`."""
+        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del state["target"]
         return {
-            "index": self.index,
+            **state,
             "target_id": self.target.id,
             "generator": self.generator.get_state(),
-            "step": self.step,
-            "seconds": self.seconds,
             "best": dataclasses.asdict(self.best) if self.best else None,
             "last": dataclasses.asdict(self.last) if self.last else None,
             "trace": list(self.trace),
-            "loss": self.loss,
-            "output_ids": self.output_ids,
             "memory": dict(self.memory),
         }
 
@@ -94,26 +132,17 @@ class Slot:
         cls, state: dict[str, Any], targets: dict[str, Target], device: torch.device
     ) -> "Slot":
         """The inverse of `state`."""
+        plain = dict(state)
+        target = targets[plain.pop("target_id")]
         generator = torch.Generator(device=device)
-        generator.set_state(state["generator"].cpu())
-        return cls(
-            index=state["index"],
-            target=targets[state["target_id"]],
-            generator=generator,
-            step=state["step"],
-            seconds=state["seconds"],
-            best=_evaluation(state["best"]),
-            last=_evaluation(state["last"]),
-            trace=[tuple(point) for point in state["trace"]],
-            loss=_to(state["loss"], device),
-            output_ids=_to(state["output_ids"], device),
-            memory=state["memory"],
-        )
+        generator.set_state(plain.pop("generator").cpu())
+        for name in ("best", "last"):
+            plain[name] = Evaluation(**plain[name]) if plain[name] else None
+        for name in ("loss", "output_ids"):
+            plain[name] = _to(plain[name], device)
+        plain["memory"] = {key: _to(value, device) for key, value in plain["memory"].items()}
+        return cls(target=target, generator=generator, **plain)
 
 
-def _evaluation(state: dict[str, Any] | None) -> Evaluation | None:
-    return None if state is None else Evaluation(**state)
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

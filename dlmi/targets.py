@@ -18,6 +18,8 @@ from torch import Tensor
 from dlmi.errors import InputError
 from dlmi.lm import FrozenLM
 
+_WALK_ROWS = 64  # bounds the memory of generation: rows x M x V logits are held at once
+
 
 @dataclass(frozen=True)
 class Target:
@@ -132,31 +134,38 @@ def generate_targets(
     return targets
 
 
-@torch.no_grad()
 def _walk(
     lm: FrozenLM, ranks: "np.ndarray[Any, Any]", exclude_special: bool
 ) -> list[tuple[list[int], list[float]]]:
-    """Follow given ranks, (R, M), from BoS; all rows in one batch with a KV cache."""
-    device = lm.device
-    rank_index = torch.from_numpy(ranks).to(device) - 1
+    """Follow given ranks, (R, M), from BoS; rows run in batches with a KV cache."""
     barred = set(lm.tokenizer.all_special_ids) - {lm.eos_id} if exclude_special else set()
     allowed = [i for i in lm.prompt_token_ids.tolist() if i not in barred]
-    allowed_ids = torch.tensor(allowed, device=device)
-    rank_index = rank_index.clamp(max=len(allowed) - 1)
+    allowed_ids = torch.tensor(allowed, device=lm.device)
+    rank_index = torch.from_numpy(ranks).to(lm.device).clamp(max=len(allowed)) - 1
+    walks: list[tuple[list[int], list[float]]] = []
+    for rows in torch.split(rank_index, _WALK_ROWS):
+        ids, probabilities = _walk_batch(lm, rows, allowed_ids)
+        walks += zip(ids.tolist(), probabilities.double().tolist(), strict=True)
+    return walks
 
-    def choose(logits: Tensor, step: int) -> Tensor:
+
+@torch.no_grad()
+def _walk_batch(lm: FrozenLM, rank_index: Tensor, allowed_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities, (R, M) each, of walks by rank from BoS."""
+    ids: list[Tensor] = []
+
+    def token_of_rank(logits: Tensor, step: int) -> Tensor:
         # By logits, and stable: float32 probabilities underflow to ties.
         order = logits[:, 0, allowed_ids].argsort(dim=-1, descending=True, stable=True)
-        return allowed_ids[order.gather(-1, rank_index[:, step : step + 1])]
+        ids.append(allowed_ids[order.gather(-1, rank_index[:, step : step + 1])])
+        return lm.embed(ids[-1])
 
-    bos_embeds = lm.embed(torch.full((len(ranks), 1), lm.bos_id, device=device))
-    ids, probabilities = [], []
-    for logits, chosen in lm.decode_steps(bos_embeds, ranks.shape[1], choose):
-        ids.append(chosen)
-        probabilities.append(logits[:, 0].softmax(-1).gather(-1, chosen))
-    return list(
-        zip(torch.cat(ids, 1).tolist(), torch.cat(probabilities, 1).double().tolist(), strict=True)
-    )
+    length = rank_index.shape[1]
+    bos_embeds = lm.embed(torch.full((len(rank_index), 1), lm.bos_id, device=lm.device))
+    logits = lm.free_run(bos_embeds, length, token_of_rank)
+    token_of_rank(logits[:, -1:], length - 1)  # the last token is chosen but never read
+    chosen_ids = torch.cat(ids, dim=1)
+    return chosen_ids, logits.softmax(-1).gather(-1, chosen_ids[..., None]).squeeze(-1)
 
 
 def texts_to_targets(lm: FrozenLM, texts: Sequence[str]) -> list[Target]:

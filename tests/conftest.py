@@ -20,7 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from dlmi import DLMI, TargetDataModule, load_lm
+from dlmi import TargetDataModule, load_lm
+from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
 
 WORDS = [f"w{i}" for i in range(28)]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -127,25 +128,52 @@ def fit(tmp_path):
     return run
 
 
-# One row per method class of the package: small settings under which it runs on the tiny LM.
-METHODS = {
-    "DLMI": lambda **o: DLMI(**{"tau0": 1.0, "num_samples": 2, **SMALL, **o}),
-    "DLMI_shared_free_run": lambda **o: DLMI(
-        **{"tau0": 2.0, "num_samples": 2, "temperature": "shared", **SMALL, **o},
-        teacher_forcing=False,
-    ),
-    "DLMI_fixed_straight_through": lambda **o: DLMI(
-        **{"tau0": 1.0, "num_samples": 3, "temperature": "fixed", **SMALL, **o},
-        estimator="straight_through",
-    ),
-}
 SMALL = {"prompt_length": 5, "steps": 12, "eval_every": 4}
+
+# Small settings under which each method class of the package, and each of its ways, runs on the
+# tiny LM. The contracts run for every row.
+METHODS = {
+    "dlmi": (DLMI, {"tau0": 1.0, "num_samples": 2}),
+    "dlmi_shared_free_run": (
+        DLMI,
+        {"tau0": 2.0, "num_samples": 2, "temperature": "shared", "teacher_forcing": False},
+    ),
+    "dlmi_soft_next_token": (
+        DLMI,
+        {
+            "tau0": 1.0,
+            "num_samples": 2,
+            "teacher_forcing": False,
+            "next_token": "gumbel_softmax",
+            "loss": "hinge",
+        },
+    ),
+    "dlmi_rao": (DLMI, {"tau0": 1.0, "num_samples": 2, "estimator": "gumbel_rao", "lr": 0.4}),
+    "dlmi_fixed_reinmax": (
+        DLMI,
+        {"tau0": 1.0, "num_samples": 2, "temperature": "fixed", "estimator": "reinmax"},
+    ),
+    "gbda_annealed_final_samples": (
+        GBDA,
+        {"tau": 2.0, "tau_end": 0.5, "num_samples": 2, "final_samples": 6, "lr": 0.3},
+    ),
+    "reinforce": (REINFORCE, {"num_samples": 16, "lr": 0.3}),
+    "reinforce_rloo": (
+        REINFORCE,
+        {"num_samples": 16, "baseline": "rloo", "teacher_forcing": True, "lr": 0.3},
+    ),
+    "soda": (SODA, {"reset_every": 25}),
+    "gcg": (GCG, {"search_width": 16, "topk": 8, "rows_per_pass": 5}),
+    "pez": (PEZ, {"lr": 0.03}),
+    "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
+}
 
 
 @pytest.fixture(params=list(METHODS))
 def make_method(request):
-    """Each method in turn, as a function of its options."""
-    return METHODS[request.param]
+    """Each row of `METHODS` in turn, as a function of further options."""
+    method, settings = METHODS[request.param]
+    return lambda **options: method(**{**SMALL, **settings, **options})
 
 
 @pytest.fixture(autouse=True)

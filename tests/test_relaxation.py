@@ -3,13 +3,8 @@ import pytest
 import torch
 from scipy import stats
 
-from dlmi.relaxation import (
-    gumbel_noise,
-    gumbel_softmax,
-    row_entropy,
-    straight_through,
-    temperature_law,
-)
+from dlmi.estimators import gumbel_softmax
+from dlmi.relaxation import gumbel_noise, row_entropy, temperature_law
 
 
 def generator(seed=0):
@@ -78,16 +73,6 @@ def test_extreme_temperatures_stay_finite():
     assert rows[0, 1].max() < 0.0201
     rows.square().sum().backward()
     assert logits.grad.isfinite().all()
-
-
-def test_straight_through_is_exactly_one_hot_forward_and_identity_backward():
-    probabilities = torch.softmax(torch.randn(3, 4, 6, generator=generator()), -1)
-    probabilities.requires_grad_()
-    one_hot = straight_through(probabilities)
-    assert torch.equal(one_hot, torch.nn.functional.one_hot(probabilities.argmax(-1), 6).float())
-    weights = torch.randn(3, 4, 6, generator=generator(1))
-    (one_hot * weights).sum().backward()
-    assert torch.equal(probabilities.grad, weights)
 
 
 def test_row_entropy_of_known_rows():

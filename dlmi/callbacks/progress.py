@@ -37,6 +37,7 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._started = 0.0
         self._last_line = 0.0
         self._steps = 0
+        self._shares = 0.0
 
     def disable(self) -> None:
         """Lightning turns all ranks but the first off."""
@@ -56,13 +57,14 @@ class InversionProgress(InversionCallback, ProgressBar):
         self.console.print(
             f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, {dtype}, "
             f"{lm.device.type}): {len(pl_module.data.targets)} targets, N={pl_module.prompt_length}"
-            f", at most {pl_module.steps} steps each, {len(pl_module.slots)} at a time",
+            f", at most {pl_module.budget.steps} steps each, {len(pl_module.slots)} at a time",
             **_AS_IS,
         )
         if trainer.log_dir:
             self.console.print(f"results and TensorBoard in {trainer.log_dir}", **_AS_IS)
         self._started = self._last_line = time.monotonic()
         self._steps = 0
+        self._shares = 0.0
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self.console, transient=True)
@@ -76,12 +78,12 @@ class InversionProgress(InversionCallback, ProgressBar):
         if not self._enabled:
             return
         self._steps += len(pl_module.active)
+        used = pl_module.budget.share_used
+        self._shares += sum(used(slot) / slot.step for slot in pl_module.active)
         now = time.monotonic()
         if self._bar is not None:
-            done, total = self._work(pl_module)
-            self._bar.update(
-                self._task, completed=done, total=total, description=self._line(pl_module)
-            )
+            done = 1 - self._left(pl_module) / len(pl_module.data.targets)
+            self._bar.update(self._task, completed=done, description=self._line(pl_module))
         elif now - self._last_line >= self.log_seconds:
             self._last_line = now
             print(self._line(pl_module), flush=True)
@@ -112,16 +114,12 @@ class InversionProgress(InversionCallback, ProgressBar):
             self.console.print(summary_table(pl_module.finished))
 
     @staticmethod
-    def _work(module: "Inverter") -> tuple[int, int]:
-        """Steps done, where a finished target counts its whole budget, and steps in all."""
-        total = len(module.data.targets) * module.steps
-        waiting = len(module.queue) * module.steps
-        in_flight = sum(module.steps - slot.step for slot in module.active)
-        return total - waiting - in_flight, total
+    def _left(module: "Inverter") -> float:
+        """Budgets still to be spent, if no target is solved early."""
+        return len(module.queue) + sum(1 - module.budget.share_used(s) for s in module.active)
 
     def _line(self, module: "Inverter") -> str:
-        done, total = self._work(module)
-        rate = self._steps / max(time.monotonic() - self._started, 1e-9)
+        elapsed = max(time.monotonic() - self._started, 1e-9)
         finished = len(module.data.targets) - len(module.queue) - len(module.active)
         best = " ".join(f"{slot.best.lcs:.2f}" for slot in module.active if slot.best)
         mean = (
@@ -129,10 +127,11 @@ class InversionProgress(InversionCallback, ProgressBar):
             if module.finished
             else "-"
         )
-        left = _clock((total - done) / rate) if rate > 0 else "?"
+        left = _clock(self._left(module) / self._shares * elapsed) if self._shares else "?"
         return (
-            f"{finished}/{len(module.data.targets)} targets · {rate:.2f} steps/s · "
-            f"mean LCS {mean} · in flight {best} · at most {left} left"
+            f"{finished}/{len(module.data.targets)} targets · "
+            f"{self._steps / elapsed:.2f} steps/s · mean LCS {mean} · in flight {best} · "
+            f"at most {left} left"
         )
 
 

@@ -8,9 +8,9 @@ r"""DLMI: gradient descent through the LM on relaxed prompts with learned temper
 
 Algorithm 1 of "Language Model Inversion through End-to-End Differentiation" (arXiv 2602.11044).
 Z and Phi are learned jointly, one temperature per position. The target is teacher-forced; with
-`teacher_forcing: false` ("DLMI-TF", minus TF, in the paper) the LM runs freely on its own greedy
-tokens and the gradient reaches the prompt through the KV cache. With a fixed temperature and no
-teacher forcing this is the paper's GBDA baseline.
+`teacher_forcing: false` ("DLMI-TF", minus TF, in the paper) the LM runs freely and the gradient
+reaches the prompt through the KV cache. GBDA is the same with a fixed temperature and no teacher
+forcing; SODA has neither noise nor learned temperatures; REINFORCE has no soft embedding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.estimators import EstimatorName, gumbel_softmax, sample_rows
 from dlmi.inverter import Inverter, StepLosses
-from dlmi.losses import cross_entropy
-from dlmi.relaxation import (
-    gumbel_noise,
-    gumbel_softmax,
-    row_entropy,
-    straight_through,
-    temperature_law,
-)
+from dlmi.lm import NextEmbeds
+from dlmi.losses import LossName
+from dlmi.passes import soft_embeds, target_pass
+from dlmi.relaxation import gumbel_noise, row_entropy, temperature_law
 from dlmi.slots import Slot
 
 
@@ -39,15 +36,21 @@ class DLMI(Inverter):
     Args:
         prompt_length: Tokens of a prompt, N.
         steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes through the LM, beside `steps`.
         tau0: Scale of the temperature: tau lies between 0 and 2 tau0.
         temperature: One learned tau per position (`decoupled`), one for all (`shared`), or tau0
             itself (`fixed`).
         phi_init: Start of Phi: `normal` (paper, the default), `uniform` on [0, 1) (the authors'
             code) or `zero` (tau = tau0 exactly). Not for a fixed temperature.
         num_samples: Gumbel samples per step, S; their losses are averaged.
-        teacher_forcing: Feed the target's own prefix; else run freely on greedy tokens.
-        estimator: Feed the relaxed rows (`gumbel_softmax`), or their one-hot argmax with the
-            relaxed gradient (`straight_through`).
+        teacher_forcing: Feed the target's own prefix; else run freely.
+        next_token: What a free run reads next: its `greedy` token, or a relaxed sample
+            (`gumbel_softmax`) through which the gradient passes. Not with teacher forcing.
+        next_token_tau: Temperature of that sample.
+        estimator: How rows are drawn and differentiated: `gumbel_softmax` (relaxed rows), or
+            one-hot rows with the gradient of `straight_through`, `gumbel_rao` or `reinmax`.
+        rao_draws: Conditional draws per sample of `gumbel_rao`, K.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
         lr: Adam's learning rate, for Z and Phi alike.
         adam_eps: Adam's epsilon. At tau near 100 the gradients of Z are as small as the default.
         eval_every: Steps between two greedy decodes of the discrete prompt.
@@ -61,32 +64,52 @@ class DLMI(Inverter):
         self,
         prompt_length: int = 80,
         steps: int = 2048,
+        token_budget: int | None = None,
         tau0: float = 100.0,
         temperature: Literal["decoupled", "shared", "fixed"] = "decoupled",
         phi_init: Literal["normal", "uniform", "zero"] | None = None,
         num_samples: int = 8,
         teacher_forcing: bool = True,
-        estimator: Literal["gumbel_softmax", "straight_through"] = "gumbel_softmax",
+        next_token: Literal["greedy", "gumbel_softmax"] = "greedy",
+        next_token_tau: float = 1.0,
+        estimator: EstimatorName = "gumbel_softmax",
+        rao_draws: int = 10,
+        loss: LossName = "cross_entropy",
         lr: float = 0.1,
         adam_eps: float = 1e-8,
         eval_every: int = 16,
         prompt_bos: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, eval_every, prompt_bos, seed)
-        check_positive("model", tau0=tau0, lr=lr)
-        check_at_least_one("model", num_samples=num_samples)
+        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        check_positive("model", tau0=tau0, lr=lr, next_token_tau=next_token_tau)
+        check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
         if temperature == "fixed" and phi_init is not None:
             raise InputError(
                 f"Expected `model.phi_init` to be unset with `model.temperature: fixed`, but got "
                 f"{phi_init!r}: a fixed temperature has no Phi."
+            )
+        if estimator == "reinmax" and (temperature != "fixed" or tau0 < 1):
+            raise InputError(
+                "Expected `model.temperature: fixed` and `model.tau0` of at least 1 with "
+                f"`model.estimator: reinmax`, but got {temperature!r} and {tau0}: it has no "
+                "gradient for a temperature."
+            )
+        if teacher_forcing and next_token != "greedy":
+            raise InputError(
+                f"Expected `model.teacher_forcing: false` with `model.next_token: {next_token}`, "
+                "but it is true: teacher forcing reads the target, not the next token."
             )
         self.tau0 = tau0
         self.temperature = temperature
         self.phi_init = phi_init or "normal"
         self.num_samples = num_samples
         self.teacher_forcing = teacher_forcing
-        self.estimator = estimator
+        self.next_token = next_token
+        self.next_token_tau = next_token_tau
+        self.estimator: EstimatorName = estimator
+        self.rao_draws = rao_draws
+        self.loss: LossName = loss
         self.lr = lr
         self.adam_eps = adam_eps
 
@@ -117,32 +140,48 @@ class DLMI(Inverter):
             return logits.new_full((self.prompt_length,), self.tau0)
         return temperature_law(self.Phi[slot.index], self.tau0).expand(self.prompt_length)
 
-    def soft_prompt_embeds(self, slot: Slot) -> Tensor:
-        """S relaxed prompts of one slot as embeddings, (S, N, d), in float32 or better."""
-        logits = self.Z[slot.index]
-        noise = gumbel_noise((self.num_samples, *logits.shape), slot.generator, logits.dtype)
-        # Autocast is for the LM: a bfloat16 product here would round the gradient of Z away.
-        with torch.autocast(logits.device.type, enabled=False):
-            rows = gumbel_softmax(logits, self.tau(slot), noise)  # (S, N, V)
-            if self.estimator == "straight_through":
-                rows = straight_through(rows)
-            embeds: Tensor = rows @ self.lm.prompt_embedding_matrix.to(logits.dtype)
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """The loss of the target, averaged over the S samples of each slot."""
+        rows = (
+            sample_rows(
+                self.estimator,
+                self.Z[slot.index],
+                self.tau(slot),
+                self.num_samples,
+                slot.generator,
+                self.rao_draws,
+            )
+            for slot in slots
+        )
+        embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
+
+        losses, output_ids = target_pass(
+            self.lm,
+            slots,
+            embeds,
+            self.loss,
+            self.teacher_forcing,
+            self.prompt_bos,
+            self._sampler(slots) if self.next_token == "gumbel_softmax" else None,
+        )
+        return StepLosses(losses.mean(dim=1), output_ids[:, 0])
+
+    def _sampler(self, slots: Sequence[Slot]) -> NextEmbeds:
+        """Draws the relaxed next token of a free run, (R, 1, V) logits to (R, 1, d)."""
+
+        def next_embeds(logits: Tensor, step: int) -> Tensor:
+            noise = logits.new_zeros(len(slots), self.num_samples, logits.shape[-1])
+            for row, slot in enumerate(slots):
+                # A slot draws for its own target's length only, whatever its batch mates need.
+                if step + 1 < len(slot.target.ids):
+                    shape = tuple(noise.shape[1:])
+                    noise[row] = gumbel_noise(shape, slot.generator, logits.dtype)
+            tau = logits.new_tensor([self.next_token_tau])
+            rows = gumbel_softmax(logits, tau, noise.view_as(logits))
+            embeds: Tensor = rows @ self.lm.embedding_matrix[: rows.shape[-1]].to(rows.dtype)
             return embeds
 
-    def losses(self, slots: Sequence[Slot]) -> StepLosses:
-        """Cross-entropy of the target, averaged over the S samples of each slot."""
-        embeds = torch.cat([self.soft_prompt_embeds(slot) for slot in slots])  # (B*S, N, d)
-        embeds = self.prepend_bos(embeds)
-        target_ids, mask = (
-            t.repeat_interleave(self.num_samples, dim=0) for t in self.padded_targets(slots)
-        )  # (B*S, M)
-        if self.teacher_forcing:
-            logits = self.lm.target_logits(embeds, target_ids)
-        else:
-            logits, _ = self.lm.free_run(embeds, target_ids.shape[1])
-        losses = cross_entropy(logits, target_ids, mask).view(len(slots), self.num_samples)
-        first_samples = logits.detach()[:: self.num_samples]  # (B, M, V)
-        return StepLosses(losses.mean(dim=1), first_samples.argmax(dim=-1))
+        return next_embeds
 
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The largest logit of each position, (B, N)."""

@@ -1,0 +1,142 @@
+r"""GBDA: Gumbel-Softmax prompts at a temperature that is not learned.
+
+.. math::
+    p_i = softmax((Z_i + g_i) / \tau), \quad h_i = p_i E, \quad \min_Z E_g [ d(f(h_1 .. h_N), y) ]
+
+Guo et al. 2021, "Gradient-based Adversarial Attacks against Text Transformers", as the DLMI paper
+adapts it to inversion: Z from N(0, 1), 8 samples, free greedy run, no similarity or fluency terms.
+It is DLMI without learned temperatures and without teacher forcing. Two parts of its relatives are
+options: `final_samples` draws hard prompts from softmax(Z) at the end and keeps the best (the
+original's last step), and `tau_end` anneals the temperature geometrically over the budget.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.estimators import EstimatorName, sample_rows, sample_tokens
+from dlmi.inverter import Inverter, StepLosses
+from dlmi.losses import LossName
+from dlmi.passes import soft_embeds, target_pass
+from dlmi.relaxation import annealed_temperature, row_entropy
+from dlmi.slots import Slot
+
+
+class GBDA(Inverter):
+    """Gumbel-Softmax prompts at a fixed or annealed temperature.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes through the LM, beside `steps`.
+        tau: The temperature, or where it starts.
+        tau_end: Where a geometric annealing over the budget ends; unset: it stays.
+        final_samples: Hard prompts drawn from softmax(Z) when the budget is spent; the best counts.
+        num_samples: Gumbel samples per step, S; their losses are averaged.
+        teacher_forcing: Feed the target's own prefix; else run freely on greedy tokens.
+        estimator: `gumbel_softmax`, or a one-hot forward pass with another gradient.
+        rao_draws: Conditional draws per sample of `gumbel_rao`, K.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        lr: Adam's learning rate.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        prompt_length: int = 80,
+        steps: int = 2048,
+        token_budget: int | None = None,
+        tau: float = 1.0,
+        tau_end: float | None = None,
+        final_samples: int = 0,
+        num_samples: int = 8,
+        teacher_forcing: bool = False,
+        estimator: EstimatorName = "gumbel_softmax",
+        rao_draws: int = 10,
+        loss: LossName = "cross_entropy",
+        lr: float = 0.1,
+        eval_every: int = 16,
+        prompt_bos: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        check_positive("model", tau=tau, lr=lr, tau_end=tau if tau_end is None else tau_end)
+        check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
+        if final_samples < 0:
+            raise InputError(
+                f"Expected `model.final_samples` to be at least 0, but got {final_samples}."
+            )
+        if estimator == "reinmax" and min(tau, tau if tau_end is None else tau_end) < 1:
+            raise InputError(
+                "Expected `model.tau` and `model.tau_end` of at least 1 with `model.estimator: "
+                f"reinmax`, but got {tau} and {tau_end}."
+            )
+        self.initial_tau = tau
+        self.tau_end = tau if tau_end is None else tau_end
+        self.final_samples = final_samples
+        self.num_samples = num_samples
+        self.teacher_forcing = teacher_forcing
+        self.estimator: EstimatorName = estimator
+        self.rao_draws = rao_draws
+        self.loss: LossName = loss
+        self.lr = lr
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Z (N, V)."""
+        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+
+    def initialise(self, slot: Slot) -> None:
+        """Z from N(0, 1)."""
+        self.Z[slot.index].normal_(generator=slot.generator)
+
+    def tau(self, slot: Slot) -> Tensor:
+        """The slot's temperature at this point of its budget, (N,)."""
+        progress = self.budget.share_used(slot)
+        tau = annealed_temperature(self.initial_tau, self.tau_end, progress)
+        logits: Tensor = self.Z[slot.index]
+        return logits.new_full((self.prompt_length,), tau)
+
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """The loss of the target, averaged over the S samples of each slot."""
+        rows = (
+            sample_rows(
+                self.estimator,
+                self.Z[slot.index],
+                self.tau(slot),
+                self.num_samples,
+                slot.generator,
+                self.rao_draws,
+            )
+            for slot in slots
+        )
+        embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
+        losses, output_ids = target_pass(
+            self.lm, slots, embeds, self.loss, self.teacher_forcing, self.prompt_bos
+        )
+        return StepLosses(losses.mean(dim=1), output_ids[:, 0])
+
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The largest logit of each position, (B, N)."""
+        return self.argmax_prompt_ids(slots)
+
+    def final_prompt_ids(self, slot: Slot) -> Tensor | None:
+        """Hard draws from softmax(Z), (R, N)."""
+        if not self.final_samples:
+            return None
+        columns = sample_tokens(self.Z[slot.index], self.final_samples, slot.generator)
+        return self.lm.prompt_token_ids.to(columns.device)[columns]
+
+    @torch.no_grad()
+    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
+        """Temperature and entropy of each position's noise-free row."""
+        tau = self.tau(slot)
+        return {"tau": tau, "entropy": row_entropy(self.Z[slot.index], tau)}
+
+    def configure_optimizers(self) -> Optimizer:
+        """Adam on Z."""
+        return Adam(self.parameters(), lr=self.lr)

@@ -1,0 +1,254 @@
+r"""GCG: greedy coordinate gradient, a discrete search that the gradient only guides.
+
+.. math::
+    C_i = top_k( -\nabla_{e_{x_i}} d(f(x), y) ), \quad
+    x \leftarrow \arg\min_{x' \in B} d(f(x'), y)
+
+Zou et al. 2023, with the defaults of nanoGCG. B holds `search_width` copies of x, each with
+`n_replace` random positions changed to a random member of that position's top k. Every step costs
+`search_width` forward passes, so compare it by token passes, not by steps. Z holds x as one-hot
+rows; there is no relaxation, and the prompt that is measured is the one that was optimised.
+
+`buffer_size` says what a step may lose: 0 takes the best candidate even if it is worse (the
+original rule), 1 keeps x unless a candidate is better, more starts from that many prompts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlmi.errors import InputError, check_at_least_one
+from dlmi.evaluation import score_prompts
+from dlmi.inverter import Inverter, StepLosses
+from dlmi.lm import FrozenLM
+from dlmi.losses import LossName
+from dlmi.passes import row_tokens, soft_embeds, target_pass
+from dlmi.slots import Slot
+
+
+def propose_swaps(
+    columns: Tensor,
+    gradient: Tensor,
+    topk: int,
+    width: int,
+    n_replace: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Copies of a prompt with random positions set to random tokens that the gradient likes.
+
+    Args:
+        columns: The prompt, (N,).
+        gradient: Of the loss with respect to its one-hot rows, (N, V); +inf bars a token.
+        topk: Candidates per position.
+        width: How many copies, C.
+        n_replace: Positions changed in each.
+        generator: Source of the draws.
+
+    Returns:
+        (C, N).
+    """
+    likely = (-gradient).topk(topk, dim=-1).indices  # (N, topk)
+    device = columns.device
+    order = torch.rand(width, len(columns), generator=generator, device=device).argsort(-1)
+    positions = order[:, :n_replace]  # (C, n_replace), distinct in each row
+    picks = torch.randint(topk, positions.shape, generator=generator, device=device)
+    return columns.repeat(width, 1).scatter_(1, positions, likely[positions, picks])
+
+
+class _Search(Optimizer):
+    """Runs the backward pass, then lets the search move Z."""
+
+    def __init__(self, params: Any, search: Callable[[], None]) -> None:
+        super().__init__(params, {})
+        self._search = search
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One search step of every slot."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._search()
+        return loss
+
+
+class GCG(Inverter):
+    """Greedy coordinate gradient.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: search steps a target may use.
+        token_budget: Budget in token passes through the LM, beside `steps`.
+        search_width: Candidates per step.
+        topk: Candidate tokens per position.
+        n_replace: Positions changed in each candidate.
+        buffer_size: 0: take the best candidate even if it is worse; 1: keep the current prompt
+            unless a candidate is better; more: the same, from the best of that many random starts.
+        init: First prompt: `x` (the token "x" over and over) or `random` tokens.
+        allow_non_ascii: Let candidates hold tokens that are not printable ASCII.
+        filter_ids: Drop candidates that do not survive decoding and encoding.
+        rows_per_pass: Candidates per pass through the LM; bounds the memory, changes nothing else.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        seed: With the target's id it fixes the draws. On the command line: `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        prompt_length: int = 80,
+        steps: int = 250,
+        token_budget: int | None = None,
+        search_width: int = 512,
+        topk: int = 256,
+        n_replace: int = 1,
+        buffer_size: int = 1,
+        init: Literal["x", "random"] = "x",
+        allow_non_ascii: bool = False,
+        filter_ids: bool = True,
+        rows_per_pass: int = 64,
+        loss: LossName = "cross_entropy",
+        eval_every: int = 16,
+        prompt_bos: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        check_at_least_one(
+            "model",
+            search_width=search_width,
+            topk=topk,
+            n_replace=n_replace,
+            rows_per_pass=rows_per_pass,
+        )
+        if n_replace > prompt_length:
+            raise InputError(
+                f"Expected `model.n_replace` to be at most `model.prompt_length` "
+                f"({prompt_length}), but got {n_replace}."
+            )
+        if buffer_size < 0:
+            raise InputError(
+                f"Expected `model.buffer_size` to be at least 0, but got {buffer_size}."
+            )
+        self.search_width = search_width
+        self.topk = topk
+        self.n_replace = n_replace
+        self.buffer_size = buffer_size
+        self.init = init
+        self.allow_non_ascii = allow_non_ascii
+        self.filter_ids = filter_ids
+        self.rows_per_pass = rows_per_pass
+        self.loss: LossName = loss
+        self._barred: Tensor | None = None
+
+    def check_lm(self, lm: FrozenLM) -> None:
+        """There must be `topk` tokens to choose from."""
+        allowed = int((~self._barred_columns(lm)).sum())
+        if self.topk > allowed:
+            raise InputError(
+                f"Expected `model.topk` to be at most {allowed} (the tokens of {lm.name} that may "
+                f"be used), but got {self.topk}."
+            )
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Z (N, V), one-hot."""
+        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+
+    def initialise(self, slot: Slot) -> None:
+        """The first prompt: x's, random tokens, or the best of a buffer of random ones."""
+        allowed = (~self._barred_columns(self.lm)).nonzero()[:, 0].to(slot.generator.device)
+        count = max(self.buffer_size, 1)
+        picks = torch.randint(
+            len(allowed),
+            (count, self.prompt_length),
+            generator=slot.generator,
+            device=allowed.device,
+        )
+        columns = allowed[picks]  # (count, N)
+        if self.init == "x":
+            columns[0] = self._column_of(self.lm.encode(" x")[-1])
+        losses, _ = self._score(slot, columns)
+        best = int(losses.argmin())
+        slot.memory["loss"] = float(losses[best])
+        self._set(slot, columns[best])
+
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """The loss of the current prompt; its gradient proposes the swaps."""
+        embeds = torch.stack([soft_embeds(self.lm, self.Z[slot.index]) for slot in slots])
+        losses, output_ids = target_pass(
+            self.lm, slots, embeds[:, None], self.loss, prompt_bos=self.prompt_bos
+        )
+        return StepLosses(losses[:, 0], output_ids[:, 0])
+
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The current prompts, (B, N)."""
+        return self.argmax_prompt_ids(slots)
+
+    def configure_optimizers(self) -> Optimizer:
+        """The search, as an optimiser."""
+        return _Search(self.parameters(), self._search)
+
+    def _search(self) -> None:
+        for slot in self.active:
+            parameter = self.Z[slot.index]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            barred = self._barred_columns(self.lm).to(gradient.device)
+            candidates = propose_swaps(
+                parameter.argmax(-1),
+                gradient.masked_fill(barred, torch.inf),
+                self.topk,
+                self.search_width,
+                self.n_replace,
+                slot.generator,
+            )
+            candidates = self._survivors(candidates)
+            if len(candidates) == 0:
+                continue
+            losses, output_ids = self._score(slot, candidates)
+            best = int(losses.argmin())
+            if self.buffer_size == 0 or losses[best] < slot.memory["loss"]:
+                slot.memory["loss"] = float(losses[best])
+                self._set(slot, candidates[best])
+                slot.is_promising = tuple(output_ids[best].tolist()) == slot.target.ids
+
+    def _score(self, slot: Slot, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and teacher-forced outputs of candidates, charged to the slot."""
+        tokens = row_tokens(self.prompt_length, self.prompt_bos, slot.target)
+        slot.forward_tokens += len(columns) * tokens
+        token_ids = self.lm.prompt_token_ids.to(columns.device)[columns]
+        return score_prompts(
+            self.lm, token_ids, slot.target, self.loss, self.prompt_bos, self.rows_per_pass
+        )
+
+    def _survivors(self, candidates: Tensor) -> Tensor:
+        """The candidates whose text encodes to the same ids again; all of them if none does."""
+        if not self.filter_ids:
+            return candidates
+        ids = self.lm.prompt_token_ids.to(candidates.device)[candidates].tolist()
+        keep = [self.lm.encode(self.lm.decode(row)) == row for row in ids]
+        if not any(keep):
+            return candidates
+        return candidates[torch.tensor(keep, device=candidates.device)]
+
+    def _set(self, slot: Slot, columns: Tensor) -> None:
+        self.Z[slot.index].zero_().scatter_(-1, columns[:, None], 1.0)
+
+    def _column_of(self, token_id: int) -> int:
+        return int(torch.searchsorted(self.lm.prompt_token_ids, token_id))
+
+    def _barred_columns(self, lm: FrozenLM) -> Tensor:
+        """Special tokens, and unless allowed those that are not printable ASCII, (V,)."""
+        if self._barred is None:
+            special = set(lm.tokenizer.all_special_ids)
+            barred = []
+            for token_id in lm.prompt_token_ids.tolist():
+                text = lm.decode([token_id])
+                is_plain = self.allow_non_ascii or (text.isascii() and text.isprintable())
+                barred.append(token_id in special or not is_plain)
+            self._barred = torch.tensor(barred)
+        return self._barred

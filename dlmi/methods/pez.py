@@ -1,0 +1,112 @@
+r"""PEZ: descend on continuous embeddings, but always read the nearest tokens.
+
+.. math::
+    h_i = E_{n(i)}, \quad n(i) = \arg\max_v sim(P_i, E_v), \quad
+    P \leftarrow P - \eta \, \nabla_h d(f(h_1 .. h_N), y)
+
+Wen et al. 2023, "Hard Prompts Made Easy". The forward pass sees the projection of P onto the
+vocabulary, so there is no soft-to-hard gap; the gradient at the projection is applied to P itself.
+P is kept as Z here, with the width of an embedding in place of the vocabulary. The target is
+teacher-forced. Unlike the relaxations there is no distribution over tokens and no noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+from dlmi.errors import InputError, check_positive
+from dlmi.estimators import with_forward
+from dlmi.inverter import Inverter, StepLosses
+from dlmi.losses import LossName
+from dlmi.passes import target_pass
+from dlmi.slots import Slot
+
+Metric = Literal["cosine", "euclidean"]
+
+
+def nearest_columns(points: Tensor, matrix: Tensor, metric: Metric) -> Tensor:
+    """Row of `matrix` that is nearest to each point: (..., d) and (V, d) to (...)."""
+    if metric == "cosine":
+        # The points' own lengths do not change which row is nearest.
+        return (points @ F.normalize(matrix, dim=-1).T).argmax(-1)
+    return (points @ matrix.T - matrix.square().sum(-1) / 2).argmax(-1)
+
+
+class PEZ(Inverter):
+    """Continuous prompt, projected onto the nearest tokens in every forward pass.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes through the LM, beside `steps`.
+        metric: What nearest means: `cosine` or `euclidean`.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        lr: AdamW's learning rate.
+        weight_decay: AdamW's weight decay.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        seed: With the target's id it fixes the start. On the command line: `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        prompt_length: int = 80,
+        steps: int = 3000,
+        token_budget: int | None = None,
+        metric: Metric = "cosine",
+        loss: LossName = "cross_entropy",
+        lr: float = 0.1,
+        weight_decay: float = 0.1,
+        eval_every: int = 16,
+        prompt_bos: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        check_positive("model", lr=lr)
+        if weight_decay < 0:
+            raise InputError(
+                f"Expected `model.weight_decay` to be at least 0, but got {weight_decay}."
+            )
+        self.metric: Metric = metric
+        self.loss: LossName = loss
+        self.lr = lr
+        self.weight_decay = weight_decay
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Z (N, d), the continuous prompt."""
+        return {"Z": (self.prompt_length, self.lm.embedding_matrix.shape[1])}
+
+    def initialise(self, slot: Slot) -> None:
+        """The embeddings of random tokens."""
+        count = len(self.lm.prompt_token_ids)
+        device = slot.generator.device
+        columns = torch.randint(
+            count, (self.prompt_length,), generator=slot.generator, device=device
+        )
+        self.Z[slot.index].copy_(self.lm.prompt_embedding_matrix[columns])
+
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """The loss at the projection, whose gradient goes to Z."""
+        continuous = torch.stack([self.Z[slot.index] for slot in slots])  # (B, N, d)
+        projected = self.lm.embed(self.prompt_ids(slots)).to(continuous.dtype)
+        embeds = with_forward(continuous, projected)[:, None]  # (B, 1, N, d)
+        losses, output_ids = target_pass(
+            self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
+        )
+        return StepLosses(losses[:, 0], output_ids[:, 0])
+
+    @torch.no_grad()
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The nearest tokens, (B, N)."""
+        continuous = torch.stack([self.Z[slot.index] for slot in slots])
+        matrix = self.lm.prompt_embedding_matrix.to(continuous.dtype)
+        columns = nearest_columns(continuous, matrix, self.metric)
+        return self.lm.prompt_token_ids.to(columns.device)[columns]
+
+    def configure_optimizers(self) -> Optimizer:
+        """AdamW on the continuous prompt."""
+        return AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)

@@ -1,0 +1,157 @@
+r"""REINFORCE: the score function, with no gradient through the LM at all.
+
+.. math::
+    x_i \sim softmax(Z_i), \quad
+    g = \frac{1}{S} \sum_s (L(x^s) - b) \nabla_Z \log p_Z(x^s)
+
+Williams 1992; the baseline that the DLMI paper compares with. Prompts are hard samples, so there is
+no soft embedding and no temperature, and a step costs forward passes only. The gradient is unbiased
+and very noisy; b is an exponential moving average of the loss (`ema`, updated after its use), the
+mean of the other samples (`rloo`), or what the DLMI authors' public code computes (`as_code`): the
+batch-mean loss times the batch-mean log-probability, against an average that weighs the newest
+loss by 0.9 and is updated before its use, so that credit is not given per sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.estimators import sample_tokens
+from dlmi.inverter import Inverter, StepLosses
+from dlmi.losses import LossName
+from dlmi.passes import target_pass
+from dlmi.relaxation import row_entropy
+from dlmi.slots import Slot
+
+BaselineName = Literal["ema", "rloo", "as_code", "none"]
+
+
+def score_function_surrogate(
+    losses: Tensor, log_probs: Tensor, baseline: BaselineName, average: Tensor
+) -> Tensor:
+    """A number whose gradient is the score-function estimate.
+
+    Args:
+        losses: L of each sample, (S,).
+        log_probs: log p_Z of each sample, with its graph, (S,).
+        baseline: Which baseline.
+        average: The moving average of the loss that `ema` and `as_code` subtract, ().
+    """
+    if baseline == "as_code":
+        return (losses.mean() - average) * log_probs.mean()
+    if baseline == "rloo":
+        others = (losses.sum() - losses) / (len(losses) - 1)
+        return ((losses - others) * log_probs).mean()
+    advantage = losses - average if baseline == "ema" else losses
+    return (advantage * log_probs).mean()
+
+
+class REINFORCE(Inverter):
+    """Score-function gradient on hard samples.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes through the LM, beside `steps`.
+        num_samples: Hard samples per step, S.
+        baseline: `ema`, `rloo` (leave one out), `as_code` (the authors' code) or `none`.
+        ema_decay: Weight of the old average in `ema`.
+        teacher_forcing: Feed the target's own prefix; else run freely on greedy tokens.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        lr: Adam's learning rate.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        seed: With the target's id it fixes the samples. On the command line: `seed_everything`.
+    """
+
+    def __init__(
+        self,
+        prompt_length: int = 80,
+        steps: int = 2048,
+        token_budget: int | None = None,
+        num_samples: int = 8,
+        baseline: BaselineName = "ema",
+        ema_decay: float = 0.9,
+        teacher_forcing: bool = False,
+        loss: LossName = "cross_entropy",
+        lr: float = 0.1,
+        eval_every: int = 16,
+        prompt_bos: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        check_at_least_one("model", num_samples=num_samples)
+        check_positive("model", lr=lr)
+        if baseline == "rloo" and num_samples < 2:
+            raise InputError(
+                "Expected `model.num_samples` to be at least 2 with `model.baseline: rloo`, but "
+                f"got {num_samples}: there is no other sample to compare with."
+            )
+        if not 0 <= ema_decay < 1:
+            raise InputError(
+                f"Expected `model.ema_decay` to be at least 0 and below 1, but got {ema_decay}."
+            )
+        self.num_samples = num_samples
+        self.baseline: BaselineName = baseline
+        self.ema_decay = ema_decay
+        self.teacher_forcing = teacher_forcing
+        self.loss: LossName = loss
+        self.lr = lr
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Z (N, V)."""
+        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+
+    def initialise(self, slot: Slot) -> None:
+        """Z from N(0, 1)."""
+        self.Z[slot.index].normal_(generator=slot.generator)
+
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """The surrogate of each slot; the loss reported is the mean over its samples."""
+        columns = [
+            sample_tokens(self.Z[slot.index], self.num_samples, slot.generator) for slot in slots
+        ]  # (S, N) each
+        token_ids = self.lm.prompt_token_ids.to(columns[0].device)[torch.stack(columns)]
+        with torch.no_grad():
+            losses, output_ids = target_pass(
+                self.lm,
+                slots,
+                self.lm.embed(token_ids),
+                self.loss,
+                self.teacher_forcing,
+                self.prompt_bos,
+            )
+        surrogates = torch.stack(
+            [self._surrogate(*row) for row in zip(slots, columns, losses, strict=True)]
+        )
+        return StepLosses(surrogates, output_ids[:, 0], losses.mean(dim=1))
+
+    def _surrogate(self, slot: Slot, columns: Tensor, losses: Tensor) -> Tensor:
+        log_p = torch.log_softmax(self.Z[slot.index], dim=-1)  # (N, V)
+        log_probs = log_p.expand(len(columns), -1, -1).gather(-1, columns[..., None]).sum((1, 2))
+        newest = losses.mean()
+        average = slot.memory.get("average", newest)
+        if self.baseline == "as_code":
+            average = 0.1 * average + 0.9 * newest
+            slot.memory["average"] = average
+        else:
+            slot.memory["average"] = self.ema_decay * average + (1 - self.ema_decay) * newest
+        return score_function_surrogate(losses, log_probs, self.baseline, average)
+
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The most probable token of each position, (B, N)."""
+        return self.argmax_prompt_ids(slots)
+
+    @torch.no_grad()
+    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
+        """Entropy of each position's distribution."""
+        logits: Tensor = self.Z[slot.index]
+        return {"entropy": row_entropy(logits, logits.new_ones(()))}
+
+    def configure_optimizers(self) -> Optimizer:
+        """Adam on Z."""
+        return Adam(self.parameters(), lr=self.lr)

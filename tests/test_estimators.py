@@ -1,0 +1,253 @@
+"""Each estimator against enumeration, in float64 on a handful of tokens."""
+
+import itertools
+
+import pytest
+import torch
+
+from dlmi.estimators import (
+    _conditional_perturbation,
+    gumbel_softmax,
+    reinmax,
+    sample_rows,
+    sample_tokens,
+    straight_through,
+    with_forward,
+)
+from dlmi.methods.reinforce import score_function_surrogate
+from dlmi.relaxation import exponential_noise, gumbel_noise
+
+N, V = 2, 3
+TAU = torch.tensor([0.7, 1.3], dtype=torch.float64)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+LOGITS = torch.randn(N, V, dtype=torch.float64, generator=generator())
+WEIGHTS = torch.randn(N * V, N * V, dtype=torch.float64, generator=generator(1))
+
+
+def objective(rows):
+    """A quadratic form of the stacked rows: (..., N, V) to (...)."""
+    flat = rows.flatten(-2)
+    return torch.einsum("...i,ij,...j->...", flat, WEIGHTS, flat)
+
+
+def cubic(rows):
+    return objective(rows) * (rows * LOGITS.cos()).sum((-1, -2))
+
+
+def all_prompts():
+    return torch.tensor(list(itertools.product(range(V), repeat=N)))  # (V^N, N)
+
+
+def one_hot(columns):
+    return torch.nn.functional.one_hot(columns, V).double()
+
+
+def exact_gradient(function):
+    """Of E over x ~ softmax(Z) of function(onehot x), by enumeration."""
+    logits = LOGITS.clone().requires_grad_()
+    log_p = torch.log_softmax(logits, -1)
+    prompts = all_prompts()
+    probabilities = log_p.expand(len(prompts), -1, -1).gather(-1, prompts[..., None]).sum((1, 2))
+    (probabilities.exp() * function(one_hot(prompts))).sum().backward()
+    return logits.grad
+
+
+def sampled_gradients(draw, function, repeats=4000):
+    """Independent single-sample gradients, (repeats, N, V)."""
+    logits = LOGITS.expand(repeats, N, V).clone().requires_grad_()
+    gradients = []
+    for index in range(repeats):
+        row = logits[index]
+        (gradient,) = torch.autograd.grad(function(draw(row, index)).mean(), logits)
+        gradients.append(gradient[index])
+    return torch.stack(gradients)
+
+
+def assert_mean_is(gradients, expected, errors=4.0):
+    standard_error = gradients.std(0) / len(gradients) ** 0.5
+    assert ((gradients.mean(0) - expected).abs() < errors * standard_error + 1e-12).all()
+
+
+@pytest.mark.parametrize("baseline", ["ema", "rloo", "none"])
+@pytest.mark.parametrize("function", [objective, cubic])
+def test_score_function_is_unbiased(baseline, function):
+    noise = generator(5)
+    average = function(one_hot(all_prompts())).mean()  # any constant leaves it unbiased
+
+    def surrogate(logits):
+        columns = sample_tokens(logits, 4, noise)
+        log_p = torch.log_softmax(logits, -1).expand(4, -1, -1)
+        log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
+        return score_function_surrogate(function(one_hot(columns)), log_probs, baseline, average)
+
+    gradients = []
+    for _ in range(3000):
+        logits = LOGITS.clone().requires_grad_()
+        surrogate(logits).backward()
+        gradients.append(logits.grad)
+    assert_mean_is(torch.stack(gradients), exact_gradient(function))
+
+
+def test_as_code_is_the_gradient_over_the_number_of_samples():
+    """Batch-mean loss times batch-mean log-probability gives 1/S of the gradient on average."""
+    noise, samples = generator(6), 4
+    gradients = []
+    for _ in range(6000):
+        logits = LOGITS.clone().requires_grad_()
+        columns = sample_tokens(logits, samples, noise)
+        log_p = torch.log_softmax(logits, -1).expand(samples, -1, -1)
+        log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
+        losses = objective(one_hot(columns))
+        score_function_surrogate(losses, log_probs, "as_code", torch.zeros(())).backward()
+        gradients.append(logits.grad)
+    assert_mean_is(torch.stack(gradients), exact_gradient(objective) / samples)
+
+
+def test_rloo_has_less_variance_than_no_baseline():
+    def variance(baseline):
+        noise, gradients = generator(7), []
+        for _ in range(800):
+            logits = LOGITS.clone().requires_grad_()
+            columns = sample_tokens(logits, 4, noise)
+            log_p = torch.log_softmax(logits, -1).expand(4, -1, -1)
+            log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
+            losses = objective(one_hot(columns)) + 10
+            score_function_surrogate(losses, log_probs, baseline, torch.zeros(())).backward()
+            gradients.append(logits.grad)
+        return torch.stack(gradients).var(0).sum()
+
+    assert variance("rloo") < 0.3 * variance("none")
+
+
+def test_gumbel_softmax_tends_to_the_exact_gradient_as_tau_falls():
+    expected = exact_gradient(cubic)
+
+    def bias(tau):
+        noise = gumbel_noise((400_000, N, V), generator(8), torch.float64)
+        logits = LOGITS.clone().requires_grad_()
+        rows = gumbel_softmax(logits, torch.full((N,), tau, dtype=torch.float64), noise)
+        cubic(rows).mean().backward()
+        return float((logits.grad - expected).norm() / expected.norm())
+
+    biases = [bias(tau) for tau in (3.0, 1.0, 0.3, 0.05)]
+    assert biases == sorted(biases, reverse=True)
+    assert biases[-1] < 0.05
+
+
+def test_straight_through_forward_is_one_hot_and_backward_is_gumbel_softmax():
+    noise = gumbel_noise((5, N, V), generator(9), torch.float64)
+    incoming = torch.randn(5, N, V, dtype=torch.float64, generator=generator(10))
+    gradients = []
+    for estimator in (straight_through, gumbel_softmax):
+        logits, tau = LOGITS.clone().requires_grad_(), TAU.clone().requires_grad_()
+        rows = estimator(logits, tau, noise)
+        (rows * incoming).sum().backward()
+        gradients.append((logits.grad, tau.grad))
+    torch.testing.assert_close(*gradients)
+    rows = straight_through(LOGITS, TAU, noise)
+    assert torch.equal(rows, one_hot((LOGITS + noise).argmax(-1)))
+
+
+def test_conditional_noise_has_the_distribution_of_noise_that_chose_so():
+    """Joint moments of (Z + g) given argmax = D, against rejection sampling."""
+    logits = LOGITS[:1]
+    perturbed = logits + gumbel_noise((400_000, 1, V), generator(11), torch.float64)
+    for chosen in range(V):
+        wanted = perturbed[perturbed.argmax(-1)[:, 0] == chosen][:, 0]
+        noise = exponential_noise((100_000, 1, 1, V), generator(12), torch.float64)
+        drawn = _conditional_perturbation(logits, torch.tensor([[chosen]]), noise)[:, 0, 0]
+        assert (drawn.argmax(-1) == chosen).all()
+        error = (wanted.var(0) / len(wanted) + drawn.var(0) / len(drawn)).sqrt()
+        assert ((wanted.mean(0) - drawn.mean(0)).abs() < 4 * error).all()
+        torch.testing.assert_close(wanted.std(0), drawn.std(0), rtol=0.03, atol=0)
+
+
+def test_gumbel_rao_has_the_mean_of_straight_through_and_less_variance():
+    noise = generator(13)
+
+    def rao(logits, index):
+        return sample_rows("gumbel_rao", logits, TAU, 1, noise, rao_draws=20)
+
+    def plain(logits, index):
+        return sample_rows("straight_through", logits, TAU, 1, noise)
+
+    rao_gradients = sampled_gradients(rao, objective)
+    plain_gradients = sampled_gradients(plain, objective)
+    difference = rao_gradients.mean(0) - plain_gradients.mean(0)
+    error = (rao_gradients.var(0) / 4000 + plain_gradients.var(0) / 4000).sqrt()
+    assert (difference.abs() < 4 * error).all()
+    assert rao_gradients.var(0).sum() < plain_gradients.var(0).sum()
+
+
+def reinmax_by_hand(logits, tau, chosen, incoming):
+    """The published formula: 2 J(pi_D) g - J(pi) g / 2."""
+
+    def jacobian_times(p):
+        return p * (incoming - (p * incoming).sum(-1, keepdim=True))
+
+    middle = (torch.softmax(logits / tau[:, None], -1) + one_hot(chosen)) / 2
+    return 2 * jacobian_times(middle) - jacobian_times(torch.softmax(logits, -1)) / 2
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.7])
+def test_reinmax_is_the_published_formula(tau):
+    tau = torch.full((N,), tau, dtype=torch.float64)
+    for chosen in all_prompts():
+        incoming = torch.randn(N, V, dtype=torch.float64, generator=generator(14))
+        logits = LOGITS.clone().requires_grad_()
+        rows = reinmax(logits, tau, chosen[None])
+        assert torch.equal(rows[0], one_hot(chosen))
+        (rows[0] * incoming).sum().backward()
+        torch.testing.assert_close(logits.grad, reinmax_by_hand(LOGITS, tau, chosen, incoming))
+
+
+def test_reinmax_is_exact_for_quadratics_of_one_position():
+    """Second order: its mean over D, enumerated, is the true gradient of a quadratic."""
+    weights = torch.randn(V, V, dtype=torch.float64, generator=generator(15))
+
+    def quadratic(row):
+        return row @ weights @ row
+
+    logits = LOGITS[:1]
+    probabilities = torch.softmax(logits, -1)[0]
+    exact = torch.zeros(V, dtype=torch.float64)
+    mean = torch.zeros(V, dtype=torch.float64)
+    for value in range(V):
+        row = one_hot(torch.tensor(value))
+        jacobian = row - probabilities
+        exact += probabilities[value] * quadratic(row) * jacobian
+        leaf = logits.clone().requires_grad_()
+        draw = reinmax(leaf, torch.ones(1, dtype=torch.float64), torch.tensor([[value]]))
+        quadratic(draw[0, 0]).backward()
+        mean += probabilities[value] * leaf.grad[0]
+    torch.testing.assert_close(mean, exact)
+
+
+@pytest.mark.parametrize("name", ["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"])
+def test_rows_sum_to_one_and_follow_the_seed(name):
+    rows = [sample_rows(name, LOGITS, TAU, 6, generator(16)) for _ in range(2)]
+    assert torch.equal(*rows)
+    assert rows[0].shape == (6, N, V)
+    torch.testing.assert_close(rows[0].sum(-1), torch.ones(6, N, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["straight_through", "gumbel_rao", "reinmax"])
+def test_extreme_logits_stay_finite(name):
+    logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
+    rows = sample_rows(name, logits, torch.ones(1), 4, generator(17))
+    rows.square().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_with_forward_gives_value_and_passes_gradient():
+    surrogate = torch.randn(3, generator=generator(18), requires_grad=True)
+    value = torch.tensor([1.0, 2.0, 3.0])
+    result = with_forward(surrogate, value)
+    assert torch.equal(result, value)
+    (result * value).sum().backward()
+    assert torch.equal(surrogate.grad, value)
