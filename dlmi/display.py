@@ -68,9 +68,11 @@ def escape_markdown(text: str) -> str:
 
 
 def summary_table(rows: Sequence[Inversion]) -> Table:
-    """Per difficulty: targets, exact, mean honest LCS, median steps, seconds."""
-    table = Table(title="Honest results: discrete prompt, free greedy decode", title_justify="left")
-    for name in ("k", "targets", "exact", "mean LCS", "as in code", "median steps", "seconds"):
+    """Per difficulty: targets, exact, mean honest LCS, median steps and cost, seconds."""
+    title = "Honest results: discrete prompt, free greedy decode; steps and cost are medians"
+    table = Table(title=title, title_justify="left")
+    names = ("k", "targets", "exact", "mean LCS", "as in code", "steps", "token passes", "seconds")
+    for name in names:
         table.add_column(name, justify="right")
     groups = sorted({row.k for row in rows}, key=lambda k: (k is None, k))
     for k in groups:
@@ -89,5 +91,6 @@ def _cells(rows: Sequence[Inversion]) -> list[str]:
         f"{statistics.mean(row.lcs for row in rows):.3f}",
         f"{statistics.mean(soft):.3f}" if soft else "-",
         f"{statistics.median(row.steps for row in rows):g}",
+        f"{statistics.median(row.forward_tokens + row.backward_tokens for row in rows):,.0f}",
         f"{sum(row.seconds for row in rows):.0f}",
     ]

@@ -53,6 +53,8 @@ def test_tensorboard_has_every_curve(logged_run):
         "eval/soft_to_hard_gap",
         "eval/tau",
         "eval/entropy",
+        "eval/token_passes",
+        "cost/best_lcs",
         "finished/mean_lcs",
         "finished/exact_rate",
         "final/mean_lcs",

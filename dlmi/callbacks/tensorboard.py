@@ -21,7 +21,8 @@ class TensorBoardDetails(InversionCallback):
     """Scalars, histograms, texts and final hyperparameter metrics for TensorBoard.
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
-    run; those under `finished/` run over the targets done so far.
+    run; those under `finished/` run over the targets done so far; the axis of `cost/` is token
+    passes per target, not steps.
 
     Args:
         text_every: Evaluations between two texts.
@@ -52,9 +53,14 @@ class TensorBoardDetails(InversionCallback):
         if board is None:
             return
         step = trainer.global_step
-        for name, values in _scalars(slots).items():
+        scalars = _scalars(slots)
+        for name, values in scalars.items():
             if values:
                 board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
+        # The same curve against cost: what one target has spent so far, on average.
+        cost = sum(slot.token_passes for slot in slots) // len(slots)
+        best_lcs = scalars["best_lcs"]
+        board.add_scalar("cost/best_lcs", sum(best_lcs) / len(best_lcs), cost)
         diagnostics = [module.diagnostics(slot) for slot in slots]
         for name in diagnostics[0]:
             positions = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
@@ -105,6 +111,7 @@ def _scalars(slots: "list[Slot]") -> dict[str, list[float]]:
         "best_lcs": [e.lcs for e in best],
         "as_in_code_lcs": [e.as_in_code_lcs for e in latest if e.as_in_code_lcs is not None],
         "discrete_loss": [e.discrete_loss for e in latest],
+        "token_passes": [float(slot.token_passes) for slot in slots],
         "soft_to_hard_gap": [e.discrete_loss - e.loss for e in latest if e.loss is not None],
     }
 
