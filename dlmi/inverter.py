@@ -31,9 +31,9 @@ from dlmi.evaluation import Evaluation, evaluate_prompts
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.passes import row_tokens
-from dlmi.results import Inversion, describe_environment, describe_prompt
+from dlmi.results import Inversion, build_row, describe_environment
 from dlmi.slots import Budget, Slot
-from dlmi.targets import Target
+from dlmi.targets import Target, fingerprint_targets
 
 _CANDIDATE_ROWS = 32  # prompts decoded side by side when there are many for one target
 
@@ -157,8 +157,10 @@ class Inverter(LightningModule, ABC):
     # ---- Lightning's hooks, in the order of a run
 
     def setup(self, stage: str) -> None:
-        """Refuse what would couple the slots or break the budget."""
+        """Refuse what would couple the slots or break the budget; forget an earlier fit."""
         check_run(self.trainer, self.data, self)
+        self.slots, self.finished, self._finished_ids = [], [], set()
+        self.stop_requested = False
 
     def configure_model(self) -> None:
         """Make one set of parameters per slot; `initialise` fills them when a target arrives."""
@@ -239,12 +241,10 @@ class Inverter(LightningModule, ABC):
     # ---- the life of a slot
 
     def _settle(self) -> None:
-        now = time.perf_counter()
-        for slot in self.active:
-            slot.seconds += now - self._clock
-        self._clock = now
+        self._charge_time()
         while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.budget)]:
             self._evaluate(due)
+            self._charge_time()
             for slot in due:
                 if slot.stop_reason(self.budget) == "budget":
                     self._try_final_prompts(slot)
@@ -253,9 +253,18 @@ class Inverter(LightningModule, ABC):
                     self._finished_ids.add(slot.target.id)
                     self._refill(slot.index)
 
+    def _charge_time(self) -> None:
+        now = time.perf_counter()
+        for slot in self.active:
+            slot.seconds += now - self._clock
+        self._clock = now
+
     def _evaluate(self, slots: list[Slot]) -> None:
         evaluations = self._decode(slots, self.prompt_ids(slots))
         for slot, evaluation in zip(slots, evaluations, strict=True):
+            if evaluation.output_ids == slot.target.ids:
+                # A batch rounds differently from a prompt on its own; only the latter counts.
+                evaluation = self._decode_alone(slot, evaluation)
             if slot.loss is not None and slot.output_ids is not None:
                 evaluation = replace(
                     evaluation,
@@ -288,35 +297,22 @@ class Inverter(LightningModule, ABC):
         steps = [slot.step for slot in slots]
         return evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
 
+    def _decode_alone(self, slot: Slot, evaluation: Evaluation) -> Evaluation:
+        prompt_ids = torch.tensor([evaluation.prompt_ids], device=self.lm.device)
+        steps = [evaluation.step]
+        alone = evaluate_prompts(self.lm, prompt_ids, [slot.target], steps, self.prompt_bos)[0]
+        return replace(alone, loss=evaluation.loss, as_in_code_lcs=evaluation.as_in_code_lcs)
+
     def _report(self, slot: Slot, reason: str) -> None:
-        best, last, target = slot.best, slot.last, slot.target
-        assert best is not None
-        assert last is not None
-        row = Inversion(
-            target_id=target.id,
-            k=target.k,
-            target_text=target.text,
-            target_ids=target.ids,
-            prompt_ids=best.prompt_ids,
-            output_text=self.lm.decode(best.output_ids),
-            output_ids=best.output_ids,
-            lcs=best.lcs,
-            as_in_code_lcs=last.as_in_code_lcs,
-            exact=best.output_ids == target.ids,
-            loss=best.loss,
-            discrete_loss=best.discrete_loss,
-            best_step=best.step,
-            steps=slot.step,
-            stop_reason=reason,
-            seconds=slot.seconds,
-            forward_tokens=slot.forward_tokens,
-            backward_tokens=slot.backward_tokens,
+        assert slot.best is not None
+        row = build_row(
+            self.lm,
+            replace(slot, best=self._decode_alone(slot, slot.best)),
+            reason,
             seed=self.seed,
             method=type(self).__name__,
             settings=self._settings(),
-            trace=tuple(slot.trace),
-            **describe_prompt(self.lm, best.prompt_ids, target.ids, self.prompt_bos),
-            **self._environment,
+            environment=self._environment,
         )
         self.finished.append(row)
         for callback in self._inversion_callbacks():
@@ -353,5 +349,5 @@ class Inverter(LightningModule, ABC):
             "data.lm fingerprint": self.lm.fingerprint(),
             "data.dtype": str(self.lm.dtype).removeprefix("torch."),
             "slots": len(self.slots),
-            "targets": [[target.id, list(target.ids)] for target in self.data.targets],
+            "targets": fingerprint_targets(self.data.targets),
         }

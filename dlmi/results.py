@@ -16,6 +16,7 @@ from dlmi.errors import InputError
 from dlmi.evaluation import with_bos
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
+from dlmi.slots import Slot
 from dlmi.version import __version__
 
 
@@ -114,19 +115,53 @@ class Inversion:
         return cls(**values)
 
 
-def describe_prompt(
-    lm: FrozenLM, prompt_ids: tuple[int, ...], target_ids: tuple[int, ...], prompt_bos: bool
-) -> dict[str, Any]:
-    """The columns of a row that depend on the prompt and its target alone."""
-    prompt_text = lm.decode(prompt_ids)
-    return {
-        "prompt_text": prompt_text,
-        "round_trips": tuple(lm.encode(prompt_text)) == prompt_ids,
-        "round_trip_lcs": text_lcs(lm, prompt_text, target_ids, prompt_bos),
-        "prompt_perplexity": lm.perplexity(prompt_ids),
-        "overlap_ratio": overlap_ratio(prompt_ids, target_ids),
-        "target_hit_ratio": target_hit_ratio(prompt_ids, target_ids),
-    }
+def build_row(
+    lm: FrozenLM,
+    slot: Slot,
+    stop_reason: str,
+    *,
+    seed: int,
+    method: str,
+    settings: dict[str, Any],
+    environment: dict[str, Any],
+) -> Inversion:
+    """The row of a slot that is done with: its best prompt, how it fared and where it ran."""
+    target, best, last = slot.target, slot.best, slot.last
+    assert best is not None
+    assert last is not None
+    prompt_text = lm.decode(best.prompt_ids)
+    prompt_bos = bool(settings["prompt_bos"])
+    return Inversion(
+        target_id=target.id,
+        k=target.k,
+        target_text=target.text,
+        target_ids=target.ids,
+        prompt_text=prompt_text,
+        prompt_ids=best.prompt_ids,
+        output_text=lm.decode(best.output_ids),
+        output_ids=best.output_ids,
+        lcs=best.lcs,
+        as_in_code_lcs=last.as_in_code_lcs,
+        exact=best.output_ids == target.ids,
+        round_trips=tuple(lm.encode(prompt_text)) == best.prompt_ids,
+        round_trip_lcs=text_lcs(lm, prompt_text, target.ids, prompt_bos),
+        prompt_perplexity=lm.perplexity(best.prompt_ids),
+        overlap_ratio=overlap_ratio(best.prompt_ids, target.ids),
+        target_hit_ratio=target_hit_ratio(best.prompt_ids, target.ids),
+        loss=best.loss,
+        discrete_loss=best.discrete_loss,
+        best_step=best.step,
+        steps=slot.step,
+        stop_reason=stop_reason,
+        seconds=slot.seconds,
+        forward_tokens=slot.forward_tokens,
+        backward_tokens=slot.backward_tokens,
+        seed=seed,
+        method=method,
+        settings=settings,
+        trace=tuple(slot.trace),
+        **environment,
+    )
 
 
 def text_lcs(

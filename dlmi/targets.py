@@ -5,6 +5,7 @@ token under the LM itself, or from a file, or from literal texts.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,12 @@ def write_targets(path: Path, targets: Iterable[Target]) -> None:
     lines = (json.dumps(target.to_json(), ensure_ascii=False) + "\n" for target in targets)
     with path.open("x", encoding="utf-8") as file:
         file.writelines(lines)
+
+
+def fingerprint_targets(targets: Iterable[Target]) -> str:
+    """A short hash over the ids of the targets and of their tokens: tells sets apart."""
+    lines = [f"{target.id}:{target.ids}" for target in targets]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _from_json_line(lm: FrozenLM, line: str, default_id: str, where: str) -> Target:
