@@ -67,6 +67,9 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(COMMANDS[command](arguments[1:]))
     except ValueError as error:
         fail(str(_input_error(error)))
+    except KeyboardInterrupt:
+        print("dlmi: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _input_error(error: BaseException) -> InputError:

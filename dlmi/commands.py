@@ -137,8 +137,10 @@ def _targets_table(targets: list[Target]) -> Table:
 
 
 def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def _is_terminal() -> bool:

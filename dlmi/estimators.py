@@ -18,6 +18,7 @@ Sources: Jang et al. 2017 and Maddison et al. 2017 for the first two, Paulus et 
 Gumbel-Rao, Liu et al. 2023 for ReinMax. Axes: S samples, N positions, V tokens.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,37 +29,32 @@ from dlmi.relaxation import exponential_noise, gumbel_noise
 EstimatorName = Literal["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"]
 
 
-def sample_rows(
-    name: EstimatorName,
-    logits: Tensor,
-    tau: Tensor,
-    num_samples: int,
-    generator: torch.Generator,
-    rao_draws: int = 10,
-) -> Tensor:
-    """S rows per position by the estimator of that name.
+@dataclass(frozen=True)
+class RowSampler:
+    """Draws rows by one of the estimators.
 
-    Args:
-        name: Which estimator.
-        logits: Z, (N, V).
-        tau: (N,).
-        num_samples: S.
-        generator: Source of the noise.
+    Attributes:
+        estimator: Which one.
+        num_samples: Rows per position, S.
         rao_draws: K, the conditional draws of `gumbel_rao`.
-
-    Returns:
-        (S, N, V); every row sums to one.
     """
-    shape = (num_samples, *logits.shape)
-    if name == "gumbel_softmax":
-        return gumbel_softmax(logits, tau, gumbel_noise(shape, generator, logits.dtype))
-    if name == "straight_through":
-        return straight_through(logits, tau, gumbel_noise(shape, generator, logits.dtype))
-    chosen = sample_tokens(logits, num_samples, generator)
-    if name == "gumbel_rao":
-        noise = exponential_noise((rao_draws, *shape), generator, logits.dtype)
-        return gumbel_rao(logits, tau, chosen, noise)
-    return reinmax(logits, tau, chosen)
+
+    estimator: EstimatorName
+    num_samples: int
+    rao_draws: int = 10
+
+    def __call__(self, logits: Tensor, tau: Tensor, generator: torch.Generator) -> Tensor:
+        """S rows per position: logits (N, V) and tau (N,) to (S, N, V); each sums to one."""
+        shape = (self.num_samples, *logits.shape)
+        if self.estimator == "gumbel_softmax":
+            return gumbel_softmax(logits, tau, gumbel_noise(shape, generator, logits.dtype))
+        if self.estimator == "straight_through":
+            return straight_through(logits, tau, gumbel_noise(shape, generator, logits.dtype))
+        chosen = sample_tokens(logits, self.num_samples, generator)
+        if self.estimator == "gumbel_rao":
+            noise = exponential_noise((self.rao_draws, *shape), generator, logits.dtype)
+            return gumbel_rao(logits, tau, chosen, noise)
+        return reinmax(logits, tau, chosen)
 
 
 def sample_tokens(logits: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:

@@ -39,11 +39,10 @@ class Evaluation:
     loss: float | None = None
     as_in_code_lcs: float | None = None
 
-    def beats(self, other: "Evaluation | None") -> bool:
-        """Higher honest LCS wins; at equal LCS, lower cross-entropy."""
-        if other is None:
-            return True
-        return (self.lcs, -self.discrete_loss) > (other.lcs, -other.discrete_loss)
+    @property
+    def score(self) -> tuple[float, float]:
+        """What makes a prompt the best: honest LCS first, then low cross-entropy."""
+        return self.lcs, -self.discrete_loss
 
 
 def pad_targets(targets: Sequence[Target], device: torch.device) -> tuple[Tensor, Tensor]:

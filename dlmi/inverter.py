@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,27 +30,12 @@ from dlmi.errors import InputError, check_at_least_one
 from dlmi.evaluation import Evaluation, evaluate_prompts
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
-from dlmi.passes import row_tokens
+from dlmi.passes import StepLosses, row_tokens
 from dlmi.results import Inversion, build_row, describe_environment
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target, fingerprint_targets
 
 _CANDIDATE_ROWS = 32  # prompts decoded side by side when there are many for one target
-
-
-@dataclass
-class StepLosses:
-    """What a method's pass over B slots gives.
-
-    Attributes:
-        losses: What is descended, one number per slot with its graph, (B,).
-        output_ids: What the pass itself decoded for each slot, (B, M).
-        values: The loss to report where `losses` is only its surrogate, (B,).
-    """
-
-    losses: Tensor
-    output_ids: Tensor
-    values: Tensor | None = None
 
 
 class Inverter(LightningModule, ABC):
@@ -177,7 +162,8 @@ class Inverter(LightningModule, ABC):
         self._environment = describe_environment(self.lm)
         by_id = {target.id: target for target in self.data.targets}
         for callback in self._inversion_callbacks():
-            self._finished_ids |= callback.finished_target_ids()
+            self.finished += callback.earlier_rows()
+        self._finished_ids = {row.target_id for row in self.finished}
         if self._restored is not None:
             self._finished_ids |= set(self._restored["finished_ids"])
             for state in self._restored["slots"]:
@@ -262,9 +248,6 @@ class Inverter(LightningModule, ABC):
     def _evaluate(self, slots: list[Slot]) -> None:
         evaluations = self._decode(slots, self.prompt_ids(slots))
         for slot, evaluation in zip(slots, evaluations, strict=True):
-            if evaluation.output_ids == slot.target.ids:
-                # A batch rounds differently from a prompt on its own; only the latter counts.
-                evaluation = self._decode_alone(slot, evaluation)
             if slot.loss is not None and slot.output_ids is not None:
                 evaluation = replace(
                     evaluation,
@@ -282,10 +265,7 @@ class Inverter(LightningModule, ABC):
         candidates: list[Evaluation] = []
         for rows in torch.split(prompt_ids, _CANDIDATE_ROWS):
             candidates += self._decode([slot] * len(rows), rows)
-        best = candidates[0]
-        for candidate in candidates[1:]:
-            best = candidate if candidate.beats(best) else best
-        before = slot.last
+        best, before = max(candidates, key=lambda candidate: candidate.score), slot.last
         assert before is not None
         slot.record(replace(best, loss=before.loss, as_in_code_lcs=before.as_in_code_lcs))
 
@@ -295,12 +275,18 @@ class Inverter(LightningModule, ABC):
             slot.forward_tokens += 2 * row_tokens(self.prompt_length, self.prompt_bos, slot.target)
         targets = [slot.target for slot in slots]
         steps = [slot.step for slot in slots]
-        return evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
+        evaluations = evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
+        return [
+            # A batch rounds differently from a prompt on its own; only the latter solves a target.
+            self._decode_alone(slot, evaluation) if evaluation.lcs == 1 else evaluation
+            for slot, evaluation in zip(slots, evaluations, strict=True)
+        ]
 
     def _decode_alone(self, slot: Slot, evaluation: Evaluation) -> Evaluation:
         prompt_ids = torch.tensor([evaluation.prompt_ids], device=self.lm.device)
-        steps = [evaluation.step]
-        alone = evaluate_prompts(self.lm, prompt_ids, [slot.target], steps, self.prompt_bos)[0]
+        alone = evaluate_prompts(
+            self.lm, prompt_ids, [slot.target], [evaluation.step], self.prompt_bos
+        )[0]
         return replace(alone, loss=evaluation.loss, as_in_code_lcs=evaluation.as_in_code_lcs)
 
     def _report(self, slot: Slot, reason: str) -> None:
@@ -333,8 +319,7 @@ class Inverter(LightningModule, ABC):
         self.slots[index] = slot
 
     def _inversion_callbacks(self) -> list[InversionCallback]:
-        callbacks = getattr(self.trainer, "callbacks", [])
-        return [callback for callback in callbacks if isinstance(callback, InversionCallback)]
+        return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
 
     def _settings(self) -> dict[str, Any]:
         """The arguments as a JSON file has them: tuples are lists."""

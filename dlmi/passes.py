@@ -8,6 +8,7 @@ Axes: B slots in flight, S rows per slot, N prompt tokens, M target tokens, V lo
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,21 @@ from dlmi.lm import FrozenLM, NextEmbeds
 from dlmi.losses import LossName, target_loss
 from dlmi.slots import Slot
 from dlmi.targets import Target
+
+
+@dataclass
+class StepLosses:
+    """What a method's pass over B slots gives.
+
+    Attributes:
+        losses: What is descended, one number per slot with its graph, (B,).
+        output_ids: What the pass itself decoded for each slot, (B, M).
+        values: The loss to report where `losses` is only its surrogate, (B,).
+    """
+
+    losses: Tensor
+    output_ids: Tensor
+    values: Tensor | None = None
 
 
 def row_tokens(prompt_length: int, prompt_bos: bool, target: Target) -> int:

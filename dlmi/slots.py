@@ -95,7 +95,7 @@ class Slot:
         """Keep an evaluation, and the best of them all."""
         self.last = evaluation
         self.is_promising = False
-        if evaluation.beats(self.best):
+        if self.best is None or evaluation.score > self.best.score:
             self.best = evaluation
         self.trace.append(
             (

@@ -9,8 +9,8 @@ make_environment() {
     return
   fi
   local python="${PYTHON:-python3}"
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-    echo "dlmi needs Python 3.10 or newer; name one with PYTHON=/path/to/python" >&2
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "dlmi needs Python 3.11 or newer; name one with PYTHON=/path/to/python" >&2
     exit 2
   fi
   echo "Setting up .venv (once; a few minutes) ..." >&2

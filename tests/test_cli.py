@@ -198,6 +198,7 @@ def test_max_steps_leaves_a_run_that_resumes(tiny_flags, tmp_path, capsys):
     checkpoint = folder / "checkpoints" / "last.ckpt"
     assert str(checkpoint.relative_to(tmp_path)) in capsys.readouterr().err
     assert run("fit", *flags, "--ckpt_path", checkpoint) == 0
+    assert "│ all │       4 │" in capsys.readouterr().out  # the table has the earlier rows too
     assert run("fit", *flags) == 0
     assert outcome(folder) == outcome(tmp_path / "lightning_logs" / "version_1")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dlmi.estimators import (
+    RowSampler,
     _conditional_perturbation,
     gumbel_softmax,
     reinmax,
-    sample_rows,
     sample_tokens,
     straight_through,
     with_forward,
@@ -171,10 +171,10 @@ def test_gumbel_rao_has_the_mean_of_straight_through_and_less_variance():
     noise = generator(13)
 
     def rao(logits, index):
-        return sample_rows("gumbel_rao", logits, TAU, 1, noise, rao_draws=20)
+        return RowSampler("gumbel_rao", 1, rao_draws=20)(logits, TAU, noise)
 
     def plain(logits, index):
-        return sample_rows("straight_through", logits, TAU, 1, noise)
+        return RowSampler("straight_through", 1)(logits, TAU, noise)
 
     rao_gradients = sampled_gradients(rao, objective)
     plain_gradients = sampled_gradients(plain, objective)
@@ -230,7 +230,7 @@ def test_reinmax_is_exact_for_quadratics_of_one_position():
 
 @pytest.mark.parametrize("name", ["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"])
 def test_rows_sum_to_one_and_follow_the_seed(name):
-    rows = [sample_rows(name, LOGITS, TAU, 6, generator(16)) for _ in range(2)]
+    rows = [RowSampler(name, 6)(LOGITS, TAU, generator(16)) for _ in range(2)]
     assert torch.equal(*rows)
     assert rows[0].shape == (6, N, V)
     torch.testing.assert_close(rows[0].sum(-1), torch.ones(6, N, dtype=torch.float64))
@@ -239,7 +239,7 @@ def test_rows_sum_to_one_and_follow_the_seed(name):
 @pytest.mark.parametrize("name", ["straight_through", "gumbel_rao", "reinmax"])
 def test_extreme_logits_stay_finite(name):
     logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
-    rows = sample_rows(name, logits, torch.ones(1), 4, generator(17))
+    rows = RowSampler(name, 4)(logits, torch.ones(1), generator(17))
     rows.square().sum().backward()
     assert logits.grad.isfinite().all()
 

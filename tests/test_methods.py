@@ -67,6 +67,34 @@ def test_every_method_takes_every_loss(method, loss, data, fit):
     assert len(rows) == 4
 
 
+@pytest.mark.parametrize("temperature", ["fixed", "shared", "decoupled"])
+@pytest.mark.parametrize("teacher_forcing", [True, False])
+@pytest.mark.parametrize("estimator", ["gumbel_softmax", "straight_through"])
+def test_every_cell_of_the_ablation_moves_what_it_learns(
+    temperature, teacher_forcing, estimator, data, fit
+):
+    model = DLMI(
+        **{**SMALL, "steps": 3},
+        tau0=1.0,
+        num_samples=2,
+        temperature=temperature,
+        teacher_forcing=teacher_forcing,
+        estimator=estimator,
+    )
+    moved = {}
+
+    class Watch(LossCurve):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            for name, parameter in pl_module.named_parameters():
+                moved[name] = bool((parameter.grad != 0).any())
+
+    fit(model, data(batch_size=1, per_k=1, k=(3,)), callbacks=[Watch()])
+    learned = {"Z.0": True} if temperature == "fixed" else {"Z.0": True, "Phi.0": True}
+    assert moved == learned
+    if temperature != "fixed":
+        assert model.Phi[0].shape == ((5,) if temperature == "decoupled" else ())
+
+
 def test_gradient_reaches_through_sampled_next_tokens(data, fit):
     """With a soft next token, the prompt's loss depends on it through what was generated."""
 

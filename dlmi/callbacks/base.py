@@ -19,6 +19,6 @@ class InversionCallback(Callback):
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
         """When a target is done with, before its slot is reused."""
 
-    def finished_target_ids(self) -> set[str]:
-        """Targets that need no more work because their rows are already stored."""
-        return set()
+    def earlier_rows(self) -> "list[Inversion]":
+        """Rows that an earlier part of this run stored: their targets need no more work."""
+        return []

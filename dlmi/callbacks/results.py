@@ -7,11 +7,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.errors import InputError
-from dlmi.results import append_row, read_rows, rewrite_rows
+from dlmi.results import Inversion, append_row, read_rows, rewrite_rows
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
-    from dlmi.results import Inversion
 
 
 def refuse_used_folder(folder: Path) -> None:
@@ -32,7 +31,7 @@ class ResultWriter(InversionCallback):
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._finished_ids: set[str] = set()
+        self._earlier_rows: list[Inversion] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the file; keep what an earlier part of this run finished."""
@@ -43,15 +42,14 @@ class ResultWriter(InversionCallback):
         if trainer.ckpt_path is None:
             refuse_used_folder(folder)
         rows = read_rows(self.path, tolerate_cut=True)
-        finished = [row for row in rows if row.stop_reason != "interrupted"]
-        rewrite_rows(self.path, finished)
-        self._finished_ids = {row.target_id for row in finished}
+        self._earlier_rows = [row for row in rows if row.stop_reason != "interrupted"]
+        rewrite_rows(self.path, self._earlier_rows)
 
-    def finished_target_ids(self) -> set[str]:
-        """Targets whose rows an earlier part of this run wrote."""
-        return self._finished_ids
+    def earlier_rows(self) -> list[Inversion]:
+        """The rows that are in the file from an earlier part of this run."""
+        return self._earlier_rows
 
-    def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+    def on_target_end(self, trainer: Trainer, module: "Inverter", row: Inversion) -> None:
         """Append the row and sync it to the disk."""
         if self.path is None:
             return

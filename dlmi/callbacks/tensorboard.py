@@ -72,9 +72,10 @@ class TensorBoardDetails(InversionCallback):
         self._evaluations += 1
 
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
-        """Running means over the finished targets."""
-        self._lcs.update(row.target_ids, row.output_ids)
-        self._exact.update(row.target_ids, row.output_ids)
+        """Running means over the finished targets, those before a resume included."""
+        for done in module.finished[int(self._lcs.count) :]:
+            self._lcs.update(done.target_ids, done.output_ids)
+            self._exact.update(done.target_ids, done.output_ids)
         if board := _board(trainer):
             count = int(self._lcs.count)
             board.add_scalar("finished/mean_lcs", float(self._lcs.compute()), count)
@@ -92,7 +93,9 @@ class TensorBoardDetails(InversionCallback):
             "final/exact_rate": sum(row.exact for row in rows) / len(rows),
             "final/mean_steps": sum(row.steps for row in rows) / len(rows),
         }
-        logger.log_hyperparams({**pl_module.hparams, **pl_module.data.hparams}, metrics)
+        settings = {**pl_module.hparams, **pl_module.data.hparams}
+        public = {name: value for name, value in settings.items() if not name.startswith("_")}
+        logger.log_hyperparams(public, metrics)
         logger.save()
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import soft_embeds, target_pass
+from dlmi.passes import StepLosses, soft_embeds, target_pass
 from dlmi.slots import Slot
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
@@ -36,6 +36,9 @@ def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
         rows: (..., V).
         counts: How many entries each row keeps, (...).
     """
+    if int(counts.min()) >= rows.shape[-1]:
+        positive = rows.relu() + 1e-6
+        return positive / positive.sum(-1, keepdim=True)
     most = min(int(counts.max()), rows.shape[-1])
     values, columns = rows.topk(most, dim=-1)
     kept = (values.relu() + 1e-6) * (torch.arange(most, device=rows.device) < counts[..., None])
@@ -152,13 +155,11 @@ class ADC(Inverter):
 
     @torch.no_grad()
     def _sparsify(self, slot: Slot) -> None:
-        parameter: Tensor = self.Z[slot.index]
-        vocabulary = parameter.shape[-1]
-        counts = [
-            sparsity_counts(min(2.0**wrong, vocabulary), self.prompt_length, slot.generator)
-            for wrong in slot.memory["wrong"].tolist()
-        ]
-        parameter.copy_(keep_largest(parameter, torch.stack(counts)))
+        for rows, wrong in zip(self.Z[slot.index], slot.memory["wrong"].tolist(), strict=True):
+            # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
+            sparsity = min(2.0 ** min(wrong, 64.0), rows.shape[-1])
+            counts = sparsity_counts(sparsity, self.prompt_length, slot.generator)
+            rows.copy_(keep_largest(rows, counts))
 
     @torch.no_grad()
     def _score_discrete(self, slots: Sequence[Slot], columns: Tensor) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.estimators import EstimatorName, gumbel_softmax, sample_rows
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.estimators import EstimatorName, RowSampler, gumbel_softmax
+from dlmi.inverter import Inverter
 from dlmi.lm import NextEmbeds
 from dlmi.losses import LossName
-from dlmi.passes import soft_embeds, target_pass
+from dlmi.passes import StepLosses, soft_embeds, target_pass
 from dlmi.relaxation import gumbel_noise, row_entropy, temperature_law
 from dlmi.slots import Slot
 
@@ -107,8 +107,7 @@ class DLMI(Inverter):
         self.teacher_forcing = teacher_forcing
         self.next_token = next_token
         self.next_token_tau = next_token_tau
-        self.estimator: EstimatorName = estimator
-        self.rao_draws = rao_draws
+        self.sampler = RowSampler(estimator, num_samples, rao_draws)
         self.loss: LossName = loss
         self.lr = lr
         self.adam_eps = adam_eps
@@ -142,17 +141,7 @@ class DLMI(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the target, averaged over the S samples of each slot."""
-        rows = (
-            sample_rows(
-                self.estimator,
-                self.Z[slot.index],
-                self.tau(slot),
-                self.num_samples,
-                slot.generator,
-                self.rao_draws,
-            )
-            for slot in slots
-        )
+        rows = (self.sampler(self.Z[s.index], self.tau(s), s.generator) for s in slots)
         embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
 
         losses, output_ids = target_pass(

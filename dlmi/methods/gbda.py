@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.estimators import EstimatorName, sample_rows, sample_tokens
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.estimators import EstimatorName, RowSampler, sample_tokens
+from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import soft_embeds, target_pass
+from dlmi.passes import StepLosses, soft_embeds, target_pass
 from dlmi.relaxation import annealed_temperature, row_entropy
 from dlmi.slots import Slot
 
@@ -79,10 +79,8 @@ class GBDA(Inverter):
         self.initial_tau = tau
         self.tau_end = tau if tau_end is None else tau_end
         self.final_samples = final_samples
-        self.num_samples = num_samples
         self.teacher_forcing = teacher_forcing
-        self.estimator: EstimatorName = estimator
-        self.rao_draws = rao_draws
+        self.sampler = RowSampler(estimator, num_samples, rao_draws)
         self.loss: LossName = loss
         self.lr = lr
 
@@ -103,17 +101,7 @@ class GBDA(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the target, averaged over the S samples of each slot."""
-        rows = (
-            sample_rows(
-                self.estimator,
-                self.Z[slot.index],
-                self.tau(slot),
-                self.num_samples,
-                slot.generator,
-                self.rao_draws,
-            )
-            for slot in slots
-        )
+        rows = (self.sampler(self.Z[s.index], self.tau(s), s.generator) for s in slots)
         embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
         losses, output_ids = target_pass(
             self.lm, slots, embeds, self.loss, self.teacher_forcing, self.prompt_bos

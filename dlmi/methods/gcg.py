@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.evaluation import score_prompts
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
-from dlmi.passes import row_tokens, soft_embeds, target_pass
+from dlmi.passes import StepLosses, row_tokens, soft_embeds, target_pass
 from dlmi.slots import Slot
 
 

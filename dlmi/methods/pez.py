@@ -20,9 +20,9 @@ from torch.optim import AdamW, Optimizer
 
 from dlmi.errors import InputError, check_positive
 from dlmi.estimators import with_forward
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.slots import Slot
 
 Metric = Literal["cosine", "euclidean"]

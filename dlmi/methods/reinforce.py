@@ -21,9 +21,9 @@ from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators import sample_tokens
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
 

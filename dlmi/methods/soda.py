@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.inverter import Inverter, StepLosses
+from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import soft_embeds, target_pass
+from dlmi.passes import StepLosses, soft_embeds, target_pass
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
 
