@@ -33,10 +33,6 @@ METHODS: dict[str, tuple[str, list[str]]] = {
     "GCG": ("gcg", ["--model.search_width", "64"]),
     "PEZ": ("pez", []),
     "ADC": ("adc", ["--model.restarts", "2"]),
-    "ADC, norms 0.85": (
-        "adc",
-        ["--model.restarts", "2", "--model.norm_gradient_scale", "0.85"],
-    ),
 }
 
 
