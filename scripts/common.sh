@@ -15,10 +15,10 @@ make_environment() {
   fi
   echo "Setting up .venv (once; a few minutes) ..." >&2
   [ -x .venv/bin/python ] || "$python" -m venv --clear .venv
-  .venv/bin/python -m pip install --quiet --upgrade "pip>=24" --constraint constraints.txt
+  .venv/bin/python -m pip install -qq --upgrade "pip>=24" --constraint constraints.txt
   # First torch alone: the constraint picks a build that is already at hand where there is one.
-  .venv/bin/python -m pip install --quiet --constraint constraints.txt torch
-  .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".${extra:+[$extra]}"
-  .venv/bin/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-lm.txt
+  .venv/bin/python -m pip install -qq --constraint constraints.txt torch
+  .venv/bin/python -m pip install -qq --constraint constraints.txt --editable ".${extra:+[$extra]}"
+  .venv/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements-lm.txt
   echo "$wanted" >"$stamp"
 }

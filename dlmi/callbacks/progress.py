@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from dlmi.callbacks.base import InversionCallback
-from dlmi.display import marked_output, summary_table
+from dlmi.display import marked_output, summary_table, visible
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -89,16 +89,20 @@ class InversionProgress(InversionCallback, ProgressBar):
             print(self._line(pl_module), flush=True)
 
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
-        """One line for each target that is done."""
+        """Two lines for each target that is done: how it ended, and its best prompt."""
         if not self._enabled:
             return
         style = "bold green" if row.exact else "yellow" if row.lcs > 0 else "dim"
         line = Text.assemble(
             (f"{row.target_id:<14}", "bold"),
             (f"LCS {row.lcs:.2f} ", style),
-            f"{row.stop_reason:<11} {row.steps:>5} steps {row.seconds:>7.1f} s  ",
+            f"{row.stop_reason} after {row.steps} steps, {row.seconds:.1f} s\n  ",
+            (visible(row.prompt_text), "cyan"),
+            " → ",
+            marked_output(module.lm, row.target_ids, row.output_ids),
         )
-        line.append_text(marked_output(module.lm, row.target_ids, row.output_ids))
+        if not row.exact:
+            line.append(f"  (target: {visible(row.target_text)})", "dim")
         self.console.print(line, soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
