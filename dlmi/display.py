@@ -49,7 +49,7 @@ def marked_output(lm: FrozenLM, target_ids: Sequence[int], output_ids: Sequence[
 
 
 def marked_markdown(lm: FrozenLM, target_ids: Sequence[int], output_ids: Sequence[int]) -> str:
-    """An output for a Markdown page: what belongs to the LCS plain, the rest struck in brackets."""
+    """An output for a Markdown page: what belongs to the LCS plain, the rest bold in brackets."""
     members = lcs_members(target_ids, output_ids)
     tokens = zip(token_texts(lm, output_ids), members, strict=True)
     return "".join(

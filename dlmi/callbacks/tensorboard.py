@@ -21,8 +21,8 @@ class TensorBoardDetails(InversionCallback):
     """Scalars, histograms, texts and final hyperparameter metrics for TensorBoard.
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
-    run; those under `finished/` run over the targets done so far; the axis of `cost/` is token
-    passes per target, not steps.
+    run, except `best_lcs`, which counts all targets begun; those under `finished/` run over the
+    targets done so far; the axis of `cost/` is token passes per target, not steps.
 
     Args:
         text_every: Evaluations between two texts.
@@ -53,14 +53,15 @@ class TensorBoardDetails(InversionCallback):
         if board is None:
             return
         step = trainer.global_step
-        scalars = _scalars(slots)
-        for name, values in scalars.items():
+        for name, values in _scalars(slots).items():
             if values:
                 board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
-        # The same curve against cost: what one target has spent so far, on average.
+        # Over all targets begun: if those that are done did not count, success would lower it.
+        best = [row.lcs for row in module.finished]
+        best += [slot.best.lcs for slot in module.active if slot.best is not None]
         cost = sum(slot.token_passes for slot in slots) // len(slots)
-        best_lcs = scalars["best_lcs"]
-        board.add_scalar("cost/best_lcs", sum(best_lcs) / len(best_lcs), cost)
+        board.add_scalar("eval/best_lcs", sum(best) / len(best), step)
+        board.add_scalar("cost/best_lcs", sum(best) / len(best), cost)
         diagnostics = [module.diagnostics(slot) for slot in slots]
         for name in diagnostics[0]:
             positions = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
@@ -108,10 +109,8 @@ def _board(trainer: Trainer) -> Any:
 def _scalars(slots: "list[Slot]") -> dict[str, list[float]]:
     """Numbers of each slot's latest evaluation, by name; what a slot lacks is left out."""
     latest = [slot.last for slot in slots if slot.last is not None]
-    best = [slot.best for slot in slots if slot.best is not None]
     return {
         "lcs": [e.lcs for e in latest],
-        "best_lcs": [e.lcs for e in best],
         "as_in_code_lcs": [e.as_in_code_lcs for e in latest if e.as_in_code_lcs is not None],
         "discrete_loss": [e.discrete_loss for e in latest],
         "token_passes": [float(slot.token_passes) for slot in slots],
