@@ -139,6 +139,12 @@ class Inverter(LightningModule, ABC):
         columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
         return self.lm.prompt_token_ids.to(columns.device)[columns]
 
+    def forget_moments(self, slot: Slot) -> None:
+        """Let the optimiser start anew on a slot's tensors, as for a new target."""
+        for name in self.parameter_shapes():
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.pop(getattr(self, name)[slot.index], None)
+
     # ---- Lightning's hooks, in the order of a run
 
     def setup(self, stage: str) -> None:
@@ -312,10 +318,7 @@ class Inverter(LightningModule, ABC):
         slot = Slot.open(index, self.queue.popleft(), self.seed, self.device)
         with torch.no_grad():
             self.initialise(slot)
-        for name in self.parameter_shapes():
-            parameter = getattr(self, name)[index]
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.pop(parameter, None)  # a new target starts with fresh moments
+        self.forget_moments(slot)
         self.slots[index] = slot
 
     def _inversion_callbacks(self) -> list[InversionCallback]:

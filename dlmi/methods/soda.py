@@ -167,10 +167,8 @@ class SODA(Inverter):
 
     @torch.no_grad()
     def _restart(self, slot: Slot) -> None:
-        parameter: Tensor = self.Z[slot.index]
-        parameter.normal_(std=0.1, generator=slot.generator)
-        for optimizer in self.trainer.optimizers:
-            optimizer.state.pop(parameter, None)
+        self.Z[slot.index].normal_(std=0.1, generator=slot.generator)
+        self.forget_moments(slot)
 
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The argmax of z; where the check has just passed, the prompt that passed it, (B, N)."""
