@@ -1,15 +1,17 @@
 """The data module: it owns the frozen LM and the targets to be inverted on it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
+from dlmi.compiled import CompileSetting
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm import FrozenLM
+from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, DType, load_lm
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
 
@@ -26,6 +28,10 @@ class TargetDataModule(LightningDataModule):
         bos: Token (text or id) that stands before a text, in place of the tokenizer's own.
         trust_remote_code: Let a hub model run code that it brings along.
         batch_size: Slots: how many targets are inverted side by side.
+        rows_per_pass: Prompts that go through the LM at once: a number, or `auto` for what fits
+            into the free memory. Bounds the memory, changes nothing else.
+        compile: Compile the LM's pass: `true`, `false`, or `auto` where the run is long enough to
+            pay for it.
         k: Difficulties: mean ranks of the generated tokens.
         per_k: Generated targets for each k.
         target_length: Tokens of a generated target, M.
@@ -44,6 +50,8 @@ class TargetDataModule(LightningDataModule):
         bos: str | int | None = None,
         trust_remote_code: bool = False,
         batch_size: int = 5,
+        rows_per_pass: RowsSetting = "auto",
+        compile: CompileSetting = "auto",
         k: tuple[int, ...] = (1, 6, 11, 16, 21),
         per_k: int = 5,
         target_length: int = 20,
@@ -70,6 +78,8 @@ class TargetDataModule(LightningDataModule):
         self.bos = bos
         self.trust_remote_code = trust_remote_code
         self.batch_size = batch_size
+        self.rows_per_pass = RowsPerPass(rows_per_pass)
+        self.compile: CompileSetting = compile
         self.k = k
         self.per_k = per_k
         self.target_length = target_length
@@ -81,6 +91,19 @@ class TargetDataModule(LightningDataModule):
         self.texts = texts
         self._lm: FrozenLM | None = None
         self._targets: list[Target] = []
+
+    @classmethod
+    def of(cls, lm: FrozenLM, targets: Sequence[Target], **options: Any) -> "TargetDataModule":
+        """A data module of an LM and targets that are there already.
+
+        Args:
+            lm: The model.
+            targets: What to invert.
+            options: `batch_size`, `rows_per_pass`, `compile`.
+        """
+        data = cls(lm=lm.name, **options)
+        data._take(lm, list(targets))
+        return data
 
     @property
     def lm(self) -> FrozenLM:
@@ -114,11 +137,15 @@ class TargetDataModule(LightningDataModule):
                 self.eos,
                 self.exclude_special,
             )
+        self._take(lm, targets)
+
+    def _take(self, lm: FrozenLM, targets: list[Target]) -> None:
         seen: set[str] = set()
         for target in targets:
             if target.id in seen:
                 raise InputError(f"Expected target ids to be unique, but {target.id!r} came twice.")
             seen.add(target.id)
+        lm.rows_per_pass = self.rows_per_pass
         self._lm, self._targets = lm, targets
 
     def setup(self, stage: str) -> None:

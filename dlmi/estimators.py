@@ -1,8 +1,7 @@
 r"""Gradient estimators: S random rows per position, and what flows back through them.
 
-Each is a pure function of logits, temperatures and a generator. What it returns goes forward as it
-is; its backward pass is the estimator. With :math:`\pi = softmax(Z)`, D a one-hot draw from it, g
-Gumbel noise and :math:`J(p) = diag(p) - p p^T`:
+What an estimator returns goes forward as it is; its backward pass is the estimate. With D a one-hot
+draw from :math:`\pi = softmax(Z)`, g Gumbel noise and :math:`J(p) = diag(p) - p p^T`:
 
 ===================  =======================  =====================================================
 name                 forward                  backward, times the incoming gradient
@@ -15,27 +14,35 @@ name                 forward                  backward, times the incoming gradi
 ===================  =======================  =====================================================
 
 Sources: Jang et al. 2017 and Maddison et al. 2017 for the first two, Paulus et al. 2021 for
-Gumbel-Rao, Liu et al. 2023 for ReinMax. Axes: S samples, N positions, V tokens.
+Gumbel-Rao, Liu et al. 2023 for ReinMax. The first two never hold their rows (`soft_embedding`); the
+others do, for a few positions at a time.
+
+Axes: B slots, S samples, N positions, V tokens, d width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from dlmi.relaxation import exponential_noise, gumbel_noise
+from dlmi.noise import gumbel_noise
+from dlmi.soft_embedding import sample_columns, soft_embedding
 
 EstimatorName = Literal["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"]
 
+_HELD_ENTRIES = 2**22  # of rows that are held at once: 16 MiB in float32
+
 
 @dataclass(frozen=True)
-class RowSampler:
-    """Draws rows by one of the estimators.
+class PromptSampler:
+    """Draws soft or hard prompts by one of the estimators.
 
     Attributes:
         estimator: Which one.
-        num_samples: Rows per position, S.
+        num_samples: Prompts per slot, S.
         rao_draws: K, the conditional draws of `gumbel_rao`.
     """
 
@@ -43,35 +50,64 @@ class RowSampler:
     num_samples: int
     rao_draws: int = 10
 
-    def __call__(self, logits: Tensor, tau: Tensor, generator: torch.Generator) -> Tensor:
-        """S rows per position: logits (N, V) and tau (N,) to (S, N, V); each sums to one."""
-        shape = (self.num_samples, *logits.shape)
-        if self.estimator == "gumbel_softmax":
-            return gumbel_softmax(logits, tau, gumbel_noise(shape, generator, logits.dtype))
-        if self.estimator == "straight_through":
-            return straight_through(logits, tau, gumbel_noise(shape, generator, logits.dtype))
-        chosen = sample_tokens(logits, self.num_samples, generator)
-        if self.estimator == "gumbel_rao":
-            noise = exponential_noise((self.rao_draws, *shape), generator, logits.dtype)
-            return gumbel_rao(logits, tau, chosen, noise)
-        return reinmax(logits, tau, chosen)
+    def __call__(
+        self, logits: Sequence[Tensor], tau: Tensor, matrix: Tensor, seeds: Sequence[int]
+    ) -> Tensor:
+        """Embeddings of S prompts per slot.
 
+        Args:
+            logits: Z of each slot, B tensors (N, V).
+            tau: (B, N).
+            matrix: What each token embeds to, (V, d).
+            seeds: A noise seed for each slot.
 
-def sample_tokens(logits: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
-    """S independent draws of a column per position from softmax(logits): (N, V) to (S, N)."""
-    noise = gumbel_noise((num_samples, *logits.shape), generator, logits.dtype)
-    return (logits.detach() + noise).argmax(dim=-1)
+        Returns:
+            (B, S, N, d).
+        """
+        if self.estimator in ("gumbel_softmax", "straight_through"):
+            hard = self.estimator == "straight_through"
+            return soft_embedding(logits, tau, matrix, seeds, self.num_samples, hard)
+        slots = zip(logits, tau, seeds, strict=True)
+        return torch.stack([self._held_rows(z, t, matrix, seed) for z, t, seed in slots])
+
+    def _held_rows(self, logits: Tensor, tau: Tensor, matrix: Tensor, seed: int) -> Tensor:
+        """Rows times the matrix for one slot, a few positions at a time, (S, N, d)."""
+        chosen = sample_columns(logits, self.num_samples, seed)  # (S, N)
+        rows_per_position = self.num_samples * self.rao_draws
+        width = max(1, _HELD_ENTRIES // (rows_per_position * logits.shape[1]))
+
+        def embeds(first: int, part: Tensor, part_tau: Tensor) -> Tensor:
+            part_chosen = chosen[:, first : first + width]
+            if self.estimator == "reinmax":
+                rows = reinmax(part, part_tau, part_chosen)
+            else:
+                # A stream of its own: the draw above has used the seed's.
+                shape = (rows_per_position, *part.shape)
+                noise = gumbel_noise(seed + 1, shape, part.device, part.dtype, first)
+                noise = noise.view(self.rao_draws, self.num_samples, *part.shape)
+                rows = gumbel_rao(part, part_tau, part_chosen, noise)
+            with torch.autocast(part.device.type, enabled=False):
+                product: Tensor = rows @ matrix.to(rows.dtype)
+            return product
+
+        parts = []
+        for first in range(0, len(logits), width):
+            # The rows are made again in the backward pass; their noise is, too, from its counter.
+            part = checkpoint(
+                embeds,
+                first,
+                logits[first : first + width],
+                tau[first : first + width],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            parts.append(part)
+        return torch.cat(parts, dim=1)
 
 
 def gumbel_softmax(logits: Tensor, tau: Tensor, noise: Tensor) -> Tensor:
     """softmax((logits + noise) / tau): (N, V), (N,) and (S, N, V) to (S, N, V)."""
     return torch.softmax((logits + noise) / tau[..., None], dim=-1)
-
-
-def straight_through(logits: Tensor, tau: Tensor, noise: Tensor) -> Tensor:
-    """One-hot of the perturbed argmax, with the gradient of `gumbel_softmax`."""
-    rows = gumbel_softmax(logits, tau, noise)
-    return with_forward(rows, _one_hot(rows.argmax(dim=-1), rows))
 
 
 def gumbel_rao(logits: Tensor, tau: Tensor, chosen: Tensor, noise: Tensor) -> Tensor:
@@ -81,7 +117,7 @@ def gumbel_rao(logits: Tensor, tau: Tensor, chosen: Tensor, noise: Tensor) -> Te
         logits: (N, V).
         tau: (N,).
         chosen: The draw D, (S, N).
-        noise: Exponential(1), (K, S, N, V).
+        noise: Gumbel(0, 1), (K, S, N, V).
     """
     with torch.no_grad():
         perturbed = _conditional_perturbation(logits, chosen, noise)
@@ -94,10 +130,9 @@ def _conditional_perturbation(logits: Tensor, chosen: Tensor, noise: Tensor) -> 
     """Logits + Gumbel noise, given that `chosen` has the largest sum: (K, S, N, V)."""
     index = chosen.expand(noise.shape[0], *chosen.shape)[..., None]  # (K, S, N, 1)
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)  # (N, 1)
-    log_noise = noise.log()
-    minus_maximum = log_noise.gather(-1, index) - log_total
-    others = -torch.logaddexp(log_noise - logits, minus_maximum)
-    return others.scatter(-1, index, -minus_maximum)
+    maximum = noise.gather(-1, index) + log_total
+    others = -torch.logaddexp(-noise - logits, -maximum)
+    return others.scatter(-1, index, maximum)
 
 
 def reinmax(logits: Tensor, tau: Tensor, chosen: Tensor) -> Tensor:

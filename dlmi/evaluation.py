@@ -4,6 +4,7 @@
 is a row of token ids, the decode is free and greedy, and EoS does not end it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dlmi.lm import FrozenLM
-from dlmi.losses import LossName, target_loss, target_mask
+from dlmi.losses import target_loss, target_mask
 from dlmi.metrics import lcs_ratio
+from dlmi.prefix import Prefix
 from dlmi.targets import Target
 
 
@@ -47,17 +49,27 @@ class Evaluation:
 
 def pad_targets(targets: Sequence[Target], device: torch.device) -> tuple[Tensor, Tensor]:
     """Targets as one tensor padded on the right, (R, M), and the mask of its real tokens."""
-    lengths = torch.tensor([len(t.ids) for t in targets], device=device)
+    return _pad(tuple(target.ids for target in targets), device)
+
+
+@functools.lru_cache(maxsize=16)  # a batch keeps its targets for many steps
+def _pad(targets: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([len(ids) for ids in targets], device=device)
     width = int(lengths.max())
-    rows = [[*t.ids, *[t.ids[-1]] * (width - len(t.ids))] for t in targets]
+    rows = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in targets]
     return torch.tensor(rows, device=device), target_mask(lengths, width)
 
 
-def with_bos(lm: FrozenLM, prompt_ids: Tensor, prompt_bos: bool) -> Tensor:
-    """Put BoS before each prompt, (R, N) to (R, N+1), if asked."""
-    if not prompt_bos:
-        return prompt_ids
-    return torch.cat([torch.full_like(prompt_ids[:, :1], lm.bos_id), prompt_ids], dim=1)
+def bos_prefix(lm: FrozenLM) -> Prefix:
+    """BoS before a prompt."""
+    return lm.prefix([lm.bos_id])
+
+
+def decoded_tokens(target: Target, output_ids: Sequence[int]) -> int:
+    """Tokens that the free run had to read beyond the teacher-forced pass before it."""
+    pairs = zip(target.ids, output_ids, strict=True)
+    right = next((i for i, (wanted, got) in enumerate(pairs) if wanted != got), len(target.ids))
+    return max(0, len(target.ids) - 1 - right)
 
 
 @torch.no_grad()
@@ -78,10 +90,17 @@ def evaluate_prompts(
         prompt_bos: Put BoS before each prompt.
     """
     target_ids, mask = pad_targets(targets, lm.device)
-    full_ids = with_bos(lm, prompt_ids, prompt_bos)
-    logits = lm.target_logits(lm.embed(full_ids), target_ids)
-    losses = target_loss("cross_entropy", logits, target_ids, mask).tolist()
-    outputs = lm.greedy(full_ids, target_ids.shape[1]).tolist()
+    length = target_ids.shape[1]
+    prefix = bos_prefix(lm) if prompt_bos else None
+    losses: list[float] = []
+    outputs: list[list[int]] = []
+
+    def work(rows: slice) -> None:
+        logits, output_ids = lm.forced_and_greedy(prompt_ids[rows], target_ids[rows], prefix)
+        losses.extend(target_loss("cross_entropy", logits, target_ids[rows], mask[rows]).tolist())
+        outputs.extend(output_ids.tolist())
+
+    lm.rows_per_pass.run(lm, len(targets), prompt_ids.shape[1] + length - 1, length, work)
     evaluations = []
     for row, target in enumerate(targets):
         output_ids = tuple(outputs[row][: len(target.ids)])
@@ -95,36 +114,3 @@ def evaluate_prompts(
             )
         )
     return evaluations
-
-
-@torch.no_grad()
-def score_prompts(
-    lm: FrozenLM,
-    prompt_ids: Tensor,
-    target: Target,
-    loss: LossName = "cross_entropy",
-    prompt_bos: bool = False,
-    rows_per_pass: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """Teacher-forced scores of many discrete prompts for one target, in bounded memory.
-
-    Args:
-        lm: The model.
-        prompt_ids: (C, N).
-        target: The one target.
-        loss: Which loss.
-        prompt_bos: Put BoS before each prompt.
-        rows_per_pass: Prompts per pass through the LM.
-
-    Returns:
-        The loss of each prompt, (C,), and what teacher forcing decodes after it, (C, M). A prompt
-        that decodes the target this way also produces it in a free greedy run.
-    """
-    target_ids, mask = pad_targets([target], lm.device)
-    losses, outputs = [], []
-    for rows in torch.split(with_bos(lm, prompt_ids, prompt_bos), rows_per_pass):
-        expanded = target_ids.expand(len(rows), -1)
-        logits = lm.target_logits(lm.embed(rows), expanded)
-        losses.append(target_loss(loss, logits, expanded, mask.expand(len(rows), -1)))
-        outputs.append(logits.argmax(-1))
-    return torch.cat(losses), torch.cat(outputs)

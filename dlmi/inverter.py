@@ -25,17 +25,15 @@ from torch import Tensor, nn
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.checks import check_run
+from dlmi.compiled import CompileDecision
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.evaluation import Evaluation, evaluate_prompts
+from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
-from dlmi.metrics import lcs_ratio
-from dlmi.passes import StepLosses, row_tokens
+from dlmi.passes import StepLosses
 from dlmi.results import Inversion, build_row, describe_environment
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target, fingerprint_targets
-
-_CANDIDATE_ROWS = 32  # prompts decoded side by side when there are many for one target
 
 
 class Inverter(LightningModule, ABC):
@@ -125,6 +123,11 @@ class Inverter(LightningModule, ABC):
         return self.data.lm
 
     @property
+    def judge(self) -> Judge:
+        """What the discrete prompts are measured by."""
+        return Judge(self.lm, self.prompt_bos)
+
+    @property
     def active(self) -> list[Slot]:
         """The slots in flight."""
         return [slot for slot in self.slots if slot is not None]
@@ -151,6 +154,7 @@ class Inverter(LightningModule, ABC):
         """Refuse what would couple the slots or break the budget; forget an earlier fit."""
         check_run(self.trainer, self.data, self)
         self.slots, self.finished, self._finished_ids = [], [], set()
+        self._compile = CompileDecision(self.data.compile)
         self.stop_requested = False
 
     def configure_model(self) -> None:
@@ -187,6 +191,12 @@ class Inverter(LightningModule, ABC):
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self._settle()
         if self.active and not self.stop_requested:
+            slot = self.active[0]
+            # Only passes that a gradient goes through are compiled.
+            share = slot.backward_tokens / max(slot.forward_tokens, 1)
+            if self._compile.is_made(share * self._steps_left(), self.lm.num_layers):
+                self.lm.compiled.choose_latest()
+            self._compile.start_step()
             return None
         self.trainer.should_stop = True
         return -1
@@ -202,6 +212,10 @@ class Inverter(LightningModule, ABC):
             slot.step += 1
         self.log("train/loss", values.mean(), batch_size=1)
         return step.losses.sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The step is over."""
+        self._compile.end_step()
 
     def on_train_end(self) -> None:
         """Report what was cut short, by Ctrl-C or by the trainer's own limits."""
@@ -235,11 +249,15 @@ class Inverter(LightningModule, ABC):
     def _settle(self) -> None:
         self._charge_time()
         while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.budget)]:
-            self._evaluate(due)
+            self.judge.evaluate(due, self.prompt_ids(due))
+            for callback in self._inversion_callbacks():
+                callback.on_evaluation(self.trainer, self, due)
             self._charge_time()
             for slot in due:
                 if slot.stop_reason(self.budget) == "budget":
-                    self._try_final_prompts(slot)
+                    more_ids = self.final_prompt_ids(slot)
+                    if more_ids is not None:
+                        self.judge.try_more(slot, more_ids)
                 if reason := slot.stop_reason(self.budget):
                     self._report(slot, reason)
                     self._finished_ids.add(slot.target.id)
@@ -251,55 +269,18 @@ class Inverter(LightningModule, ABC):
             slot.seconds += now - self._clock
         self._clock = now
 
-    def _evaluate(self, slots: list[Slot]) -> None:
-        evaluations = self._decode(slots, self.prompt_ids(slots))
-        for slot, evaluation in zip(slots, evaluations, strict=True):
-            if slot.loss is not None and slot.output_ids is not None:
-                evaluation = replace(
-                    evaluation,
-                    loss=float(slot.loss),
-                    as_in_code_lcs=lcs_ratio(slot.target.ids, slot.output_ids.tolist()),
-                )
-            slot.record(evaluation)
-        for callback in self._inversion_callbacks():
-            callback.on_evaluation(self.trainer, self, slots)
-
-    def _try_final_prompts(self, slot: Slot) -> None:
-        prompt_ids = self.final_prompt_ids(slot)
-        if prompt_ids is None:
-            return
-        candidates: list[Evaluation] = []
-        for rows in torch.split(prompt_ids, _CANDIDATE_ROWS):
-            candidates += self._decode([slot] * len(rows), rows)
-        best, before = max(candidates, key=lambda candidate: candidate.score), slot.last
-        assert before is not None
-        slot.record(replace(best, loss=before.loss, as_in_code_lcs=before.as_in_code_lcs))
-
-    def _decode(self, slots: list[Slot], prompt_ids: Tensor) -> list[Evaluation]:
-        """Evaluate one prompt per slot and charge it: a teacher-forced pass and a free run."""
-        for slot in slots:
-            slot.forward_tokens += 2 * row_tokens(self.prompt_length, self.prompt_bos, slot.target)
-        targets = [slot.target for slot in slots]
-        steps = [slot.step for slot in slots]
-        evaluations = evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
-        return [
-            # A batch rounds differently from a prompt on its own; only the latter solves a target.
-            self._decode_alone(slot, evaluation) if evaluation.lcs == 1 else evaluation
-            for slot, evaluation in zip(slots, evaluations, strict=True)
-        ]
-
-    def _decode_alone(self, slot: Slot, evaluation: Evaluation) -> Evaluation:
-        prompt_ids = torch.tensor([evaluation.prompt_ids], device=self.lm.device)
-        alone = evaluate_prompts(
-            self.lm, prompt_ids, [slot.target], [evaluation.step], self.prompt_bos
-        )[0]
-        return replace(alone, loss=evaluation.loss, as_in_code_lcs=evaluation.as_in_code_lcs)
+    def _steps_left(self) -> float:
+        """Steps of the batch until all budgets are spent, from how fast they are being spent."""
+        slot = self.active[0]
+        per_target = slot.step / max(self.budget.share_used(slot), 1e-9)
+        left = sum(per_target - s.step for s in self.active) + per_target * len(self.queue)
+        return left / len(self.slots)
 
     def _report(self, slot: Slot, reason: str) -> None:
         assert slot.best is not None
         row = build_row(
             self.lm,
-            replace(slot, best=self._decode_alone(slot, slot.best)),
+            replace(slot, best=self.judge.decode_alone(slot, slot.best)),
             reason,
             seed=self.seed,
             method=type(self).__name__,

@@ -2,13 +2,13 @@
 
 A prompt goes in as embeddings, soft or hard. Out come the logits at the M positions that predict
 the target, either with the target's own prefix fed in (`target_logits`, teacher forcing) or with
-the model's own greedy tokens fed back (`free_run`). Nothing here ever changes a weight.
+the model's own greedy tokens fed back (`free_run`). Fixed tokens before the prompt are a `Prefix`,
+whose keys and values are computed once. Nothing here ever changes a weight.
 
 Axes in shape comments: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM,
 d embedding width.
 """
 
-import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dlmi.compiled import CompiledPass
 from dlmi.errors import InputError
+from dlmi.interface import check_invertible, read_embedding_matrix
+from dlmi.memory import RowsPerPass
+from dlmi.prefix import Prefix, make_cache, read_layers
 
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
 NextEmbeds = Callable[[Tensor, int], Tensor]
@@ -34,6 +38,10 @@ class FrozenLM:
         revision: Commit, package version or file hash, where one is known.
         bos: The token that targets are generated from and that `prompt_bos` puts before a prompt,
             as text or id. Default: the tokenizer's BoS, else its EoS.
+
+    Attributes:
+        rows_per_pass: Cuts passes over many rows to what fits into memory.
+        compiled: The pass that gradients go through, compiled where that pays.
     """
 
     def __init__(
@@ -49,8 +57,11 @@ class FrozenLM:
         self.name = name
         self.revision = revision
         self._bos = bos
+        self.rows_per_pass = RowsPerPass()
+        self.compiled = CompiledPass(self._run)
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.embedding_matrix = self._read_embedding_matrix()  # (rows, d)
+        self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
         rows = self.embedding_matrix.shape[0]
         known_ids = sorted({i for i in tokenizer.get_vocab().values() if i < rows})
         # The ids a prompt may hold: rows that no token uses never get a column in Z.
@@ -60,7 +71,7 @@ class FrozenLM:
             if known_ids == list(range(rows))
             else self.embedding_matrix[self.prompt_token_ids.to(self.device)]
         )
-        self._check_interface()
+        check_invertible(self)
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +83,11 @@ class FrozenLM:
     def dtype(self) -> torch.dtype:
         """The LM's own dtype."""
         return self.embedding_matrix.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """How many blocks it has; a dozen where its config does not say."""
+        return int(getattr(self.model.config, "num_hidden_layers", 12))
 
     @property
     def max_positions(self) -> int | None:
@@ -130,25 +146,48 @@ class FrozenLM:
         """Ids to embeddings by plain lookup: (...) to (..., d)."""
         return F.embedding(ids, self.embedding_matrix)
 
-    def target_logits(self, prompt_embeds: Tensor, target_ids: Tensor) -> Tensor:
+    def prefix(self, ids: Sequence[int]) -> Prefix:
+        """Fixed tokens, with keys and values that are computed at the first call and kept."""
+        key = tuple(ids)
+        if key not in self._prefixes:
+            self._prefixes[key] = self.read_prefix(torch.tensor(key, device=self.device))
+        return self._prefixes[key]
+
+    @torch.no_grad()
+    def read_prefix(self, ids: Tensor) -> Prefix:
+        """Tokens (L,) with their keys and values, computed now."""
+        _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True)
+        return Prefix(ids, read_layers(cache))
+
+    def target_logits(
+        self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
+    ) -> Tensor:
         """Teacher forcing: the logits that predict each target token after its true prefix.
 
         Args:
             prompt_embeds: (R, N, d).
             target_ids: (R, M). Rows may be padded on the right with any id: a causal LM's earlier
                 logits do not see it.
+            prefix: Fixed tokens before the prompt.
 
         Returns:
             (R, M, V), in float32 or better.
         """
-        target_length = target_ids.shape[1]
-        prefix_embeds = self.embed(target_ids[:, :-1])
-        inputs_embeds = torch.cat([prompt_embeds.to(self.dtype), prefix_embeds], dim=1)
-        logits, _ = self._forward(inputs_embeds, keep=target_length)
+        inputs_embeds = self._join(prompt_embeds, target_ids)
+        logits, _ = self._forward(inputs_embeds, keep=target_ids.shape[1], prefix=prefix)
+        return logits
+
+    def last_logits(self, inputs_embeds: Tensor, keep: int) -> Tensor:
+        """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
+        logits, _ = self._forward(inputs_embeds, keep)
         return logits
 
     def free_run(
-        self, prompt_embeds: Tensor, num_tokens: int, next_embeds: NextEmbeds | None = None
+        self,
+        prompt_embeds: Tensor,
+        num_tokens: int,
+        next_embeds: NextEmbeds | None = None,
+        prefix: Prefix | None = None,
     ) -> Tensor:
         """Decode exactly `num_tokens` tokens and give the logits of each step; EoS ends nothing.
 
@@ -159,33 +198,79 @@ class FrozenLM:
             prompt_embeds: (R, N, d).
             num_tokens: How many tokens to decode.
             next_embeds: As in `decode_steps`.
+            prefix: Fixed tokens before the prompt.
 
         Returns:
             (R, num_tokens, V), in float32 or better.
         """
-        return torch.cat(list(self.decode_steps(prompt_embeds, num_tokens, next_embeds)), dim=1)
+        steps = self.decode_steps(prompt_embeds, num_tokens, next_embeds, prefix)
+        return torch.cat(list(steps), dim=1)
 
     @torch.no_grad()
-    def greedy(self, prompt_ids: Tensor, num_tokens: int) -> Tensor:
+    def greedy(self, prompt_ids: Tensor, num_tokens: int, prefix: Prefix | None = None) -> Tensor:
         """What the LM says to a discrete prompt: (R, N) ids to (R, num_tokens) ids."""
-        steps = self.decode_steps(self.embed(prompt_ids), num_tokens)
+        steps = self.decode_steps(self.embed(prompt_ids), num_tokens, prefix=prefix)
         return torch.cat([logits.argmax(-1) for logits in steps], dim=1)
 
+    @torch.no_grad()
+    def forced_and_greedy(
+        self, prompt_ids: Tensor, target_ids: Tensor, prefix: Prefix | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Teacher forcing and a free greedy run, with what they share computed once.
+
+        Both say the same up to the first token that teacher forcing gets wrong, so the free run
+        starts there, from the keys and values of the forced one.
+
+        Args:
+            prompt_ids: (R, N).
+            target_ids: (R, M).
+            prefix: Fixed tokens before the prompt.
+
+        Returns:
+            Forced logits, (R, M, V), and greedy ids, (R, M).
+        """
+        length = target_ids.shape[1]
+        inputs_embeds = self._join(self.embed(prompt_ids), target_ids)
+        logits, cache = self._forward(inputs_embeds, keep=length, use_cache=True, prefix=prefix)
+        output_ids = logits.argmax(-1)
+        # Per row the length of its right beginning; the batch starts at the shortest.
+        right = int((output_ids == target_ids).cumprod(-1).sum(-1).min())
+        if right >= length - 1:
+            return logits, output_ids
+        layers = read_layers(cache)
+        if layers is None:
+            return logits, self.greedy(prompt_ids, length, prefix)
+        known = layers[0][0].shape[2] - (length - 1) + right
+        steps = self.decode_steps(
+            self.embed(output_ids[:, right : right + 1]),
+            length - 1 - right,
+            cache=make_cache(layers, known),
+        )
+        rest_ids = [step.argmax(-1) for step in steps]
+        return logits, torch.cat([output_ids[:, : right + 1], *rest_ids], dim=1)
+
     def decode_steps(
-        self, prompt_embeds: Tensor, num_tokens: int, next_embeds: NextEmbeds | None = None
+        self,
+        inputs_embeds: Tensor,
+        num_tokens: int,
+        next_embeds: NextEmbeds | None = None,
+        prefix: Prefix | None = None,
+        cache: Any = None,
     ) -> Iterator[Tensor]:
         """Decode token by token with a KV cache, yielding each step's logits, (R, 1, V).
 
         Args:
-            prompt_embeds: (R, N, d).
+            inputs_embeds: What is read first, (R, N, d).
             num_tokens: How many tokens to decode.
             next_embeds: Maps a step's logits (R, 1, V) and its index to what is read next,
                 (R, 1, d). Default: the embedding of the argmax.
+            prefix: Fixed tokens before the first input.
+            cache: Or the cache of what stands before it.
         """
-        inputs_embeds = prompt_embeds.to(self.dtype)
-        cache = None
+        inputs_embeds = inputs_embeds.to(self.dtype)
         for step in range(num_tokens):
-            logits, cache = self._forward(inputs_embeds, keep=1, cache=cache, use_cache=True)
+            logits, cache = self._forward(inputs_embeds, 1, cache, use_cache=True, prefix=prefix)
+            prefix = None  # now in the cache
             yield logits
             if step + 1 < num_tokens:
                 if next_embeds is None:
@@ -206,26 +291,6 @@ class FrozenLM:
         log_probs = self.token_log_probs(torch.tensor([list(ids)], device=self.device))
         return float(log_probs.mean().neg().exp())
 
-    @contextlib.contextmanager
-    def scaled_norm_gradients(self, factor: float) -> Iterator[None]:
-        """Scale gradients where they leave a norm layer, for passes made inside this context.
-
-        The forward pass is untouched. Inside a block the norm stands at the start of a branch, so
-        a factor below 1 weakens what comes through the branches against the residual stream.
-        """
-
-        def scale(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-
-        norms = [m for m in self.model.modules() if type(m).__name__.endswith("Norm")]
-        handles = [norm.register_forward_hook(scale) for norm in norms]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def fingerprint(self) -> str:
         """A short hash over the head of every weight: tells models apart, costs no time."""
         digest = hashlib.sha256()
@@ -234,54 +299,41 @@ class FrozenLM:
             digest.update(f"{name}{tuple(weight.shape)}".encode() + head)
         return digest.hexdigest()[:16]
 
+    def _join(self, prompt_embeds: Tensor, target_ids: Tensor) -> Tensor:
+        """Prompt and all of the target but its last token, (R, N+M-1, d)."""
+        return torch.cat([prompt_embeds.to(self.dtype), self.embed(target_ids[:, :-1])], dim=1)
+
     def _forward(
-        self, inputs_embeds: Tensor, keep: int, cache: Any = None, use_cache: bool = False
+        self,
+        inputs_embeds: Tensor,
+        keep: int,
+        cache: Any = None,
+        use_cache: bool = False,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Any]:
-        """One pass; the LM head runs on the last `keep` positions only, where the LM allows it."""
-        kwargs: dict[str, Any] = {"use_cache": use_cache, "past_key_values": cache}
-        if self._keeps_logits:
-            kwargs["logits_to_keep"] = keep
-        output = self.model(inputs_embeds=inputs_embeds, **kwargs)
-        logits = output.logits[:, -keep:]
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        return logits, getattr(output, "past_key_values", None)
+        """One pass, after a prefix, or after a cache, or from the start."""
+        rows = len(inputs_embeds)
+        if prefix is not None:
+            cache = prefix.cache(rows)
+            if cache is None:
+                prefix_embeds = self.embed(prefix.ids).expand(rows, -1, -1)
+                inputs_embeds = torch.cat([prefix_embeds, inputs_embeds], dim=1)
+        if cache is None and not use_cache and inputs_embeds.requires_grad:
+            return _widen(self.compiled(inputs_embeds, keep)), None
+        output = self._call(inputs_embeds, keep, cache, use_cache or cache is not None)
+        return _widen(output.logits[:, -keep:]), getattr(output, "past_key_values", None)
 
-    def _read_embedding_matrix(self) -> Tensor:
-        """The vectors that the LM reads for each id, whatever its embedding module does to them."""
-        module = self.model.get_input_embeddings()
-        if type(module) is nn.Embedding:
-            weight: Tensor = module.weight.detach()
-            return weight
-        # Gemma and others scale inside the embedding module, so ask the module, not its weight.
-        with torch.no_grad():
-            rows = torch.arange(module.weight.shape[0], device=module.weight.device)
-            vectors: Tensor = module(rows)
-        return vectors
+    def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
+        logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]
+        return logits
 
-    @torch.no_grad()
-    def _check_interface(self) -> None:
-        """Refuse by name what cannot be inverted: no soft prompts, or not causal."""
-        this = f"{self.name} ({type(self.model).__name__})"
-        if "inputs_embeds" not in inspect.signature(self.model.forward).parameters:
-            raise InputError(
-                f"{this} does not accept `inputs_embeds`, so a soft prompt cannot be fed to it. "
-                "Choose another model."
-            )
-        ids = self.prompt_token_ids[torch.linspace(0, len(self.prompt_token_ids) - 1, 4).long()]
-        ids = ids[None].to(self.device)
-        by_ids = self.model(input_ids=ids, use_cache=False).logits.float()
-        by_embeds = self.model(inputs_embeds=self.embed(ids), use_cache=False).logits.float()
-        scale = by_ids.abs().max().clamp_min(1e-6)
-        if (by_ids - by_embeds).abs().max() > 0.02 * scale:
-            raise InputError(
-                f"{this} answers differently to token ids and to their embeddings, so a soft "
-                "prompt would mean something else. Choose another model."
-            )
-        other_ids = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
-        by_other = self.model(input_ids=other_ids, use_cache=False).logits.float()
-        if (by_ids - by_other)[:, :-1].abs().max() > 0.02 * scale:
-            raise InputError(
-                f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
-                "models. Choose a decoder LM."
-            )
+    def _call(self, inputs_embeds: Tensor, keep: int, cache: Any, use_cache: bool) -> Any:
+        """The model; its head runs on the last `keep` positions only, where it allows that."""
+        kwargs = {"logits_to_keep": keep} if self._keeps_logits else {}
+        return self.model(
+            inputs_embeds=inputs_embeds, past_key_values=cache, use_cache=use_cache, **kwargs
+        )
+
+
+def _widen(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -1,4 +1,4 @@
-"""The temperature law, Gumbel noise and the entropy of a relaxed prompt.
+"""The temperature law and the entropy of a relaxed prompt.
 
 Axes: N prompt positions, V tokens a prompt may hold.
 """
@@ -25,21 +25,6 @@ def annealed_temperature(start: float, end: float, progress: float) -> float:
     [100.0, 1.0, 0.01, 0.01]
     """
     return float(start * (end / start) ** min(progress, 1.0))
-
-
-def exponential_noise(
-    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Independent Exponential(1) draws on the generator's device, never exactly zero."""
-    noise = torch.empty(shape, dtype=dtype, device=generator.device)
-    return noise.exponential_(generator=generator).clamp_min_(torch.finfo(dtype).tiny)
-
-
-def gumbel_noise(
-    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Independent Gumbel(0, 1) draws, -log of an Exponential(1), on the generator's device."""
-    return exponential_noise(shape, generator, dtype).log_().neg_()
 
 
 def row_entropy(logits: Tensor, tau: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlmi.errors import InputError
-from dlmi.evaluation import with_bos
+from dlmi.evaluation import bos_prefix
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.slots import Slot
@@ -171,8 +171,9 @@ def text_lcs(
     ids = lm.encode(prompt_text)
     if not ids:
         return 0.0
-    full_ids = with_bos(lm, torch.tensor([ids], device=lm.device), prompt_bos)
-    return lcs_ratio(target_ids, lm.greedy(full_ids, len(target_ids))[0].tolist())
+    prefix = bos_prefix(lm) if prompt_bos else None
+    output_ids = lm.greedy(torch.tensor([ids], device=lm.device), len(target_ids), prefix)
+    return lcs_ratio(target_ids, output_ids[0].tolist())
 
 
 def describe_environment(lm: FrozenLM) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class Slot:
     Attributes:
         index: Which of the inverter's parameters are its own.
         target: What it inverts.
-        generator: Its own noise, seeded from the run's seed and the target's id.
+        generator: Its own random numbers, seeded from the run's seed and the target's id.
+        noise_key: The same for noise that is made from counters.
         step: Optimisation steps taken.
         seconds: Wall time spent in the slot.
         forward_tokens: Tokens sent forward through the LM, evaluations included.
@@ -59,6 +60,7 @@ class Slot:
     index: int
     target: Target
     generator: torch.Generator
+    noise_key: int
     step: int = 0
     seconds: float = 0.0
     forward_tokens: int = 0
@@ -74,15 +76,19 @@ class Slot:
     @classmethod
     def open(cls, index: int, target: Target, seed: int, device: torch.device) -> "Slot":
         """A fresh slot; its noise depends on the seed and the target alone."""
-        digest = hashlib.blake2b(f"{seed}/{target.id}".encode(), digest_size=8).digest()
+        key = _hash(f"{seed}/{target.id}")
         generator = torch.Generator(device=device)
-        generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # seeds are signed
-        return cls(index, target, generator)
+        generator.manual_seed(key)
+        return cls(index, target, generator, key)
 
     @property
     def token_passes(self) -> int:
         """The cost so far: every token forward counts 1, every token backward counts 1."""
         return self.forward_tokens + self.backward_tokens
+
+    def noise_seed(self, purpose: str = "") -> int:
+        """A seed of its own for each step, and for each purpose within it."""
+        return _hash(f"{self.noise_key}/{self.step}/{purpose}")
 
     def is_due(self, eval_every: int, budget: Budget) -> bool:
         """Whether to decode now: at the start, on the beat, at the end, or on a good sign."""
@@ -142,6 +148,11 @@ class Slot:
             plain[name] = _to(plain[name], device)
         plain["memory"] = {key: _to(value, device) for key, value in plain["memory"].items()}
         return cls(target=target, generator=generator, **plain)
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # seeds are signed
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -55,10 +56,12 @@ def make_config(kind: str):
         return Qwen2Config(**common, **wide, num_key_value_heads=1, tie_word_embeddings=True)
     if kind == "gemma":
         return GemmaConfig(**common, **wide, num_key_value_heads=1, head_dim=8)
+    if kind == "mistral":  # a window that forgets: no cache to share
+        return MistralConfig(**common, **wide, num_key_value_heads=1, sliding_window=4)
     raise ValueError(kind)
 
 
-KINDS = ["llama", "llama_untied", "gpt2", "gpt_neox", "qwen2", "gemma"]
+KINDS = ["llama", "llama_untied", "gpt2", "gpt_neox", "qwen2", "gemma", "mistral"]
 
 
 @pytest.fixture(scope="session")
@@ -142,16 +145,17 @@ METHODS = {
         DLMI,
         {
             "tau0": 1.0,
-            "num_samples": 2,
+            "num_samples": 4,
             "teacher_forcing": False,
             "next_token": "gumbel_softmax",
             "loss": "hinge",
+            "lr": 0.4,
         },
     ),
     "dlmi_rao": (DLMI, {"tau0": 1.0, "num_samples": 2, "estimator": "gumbel_rao", "lr": 0.4}),
     "dlmi_fixed_reinmax": (
         DLMI,
-        {"tau0": 1.0, "num_samples": 2, "temperature": "fixed", "estimator": "reinmax"},
+        {"tau0": 1.0, "num_samples": 2, "temperature": "fixed", "estimator": "reinmax", "lr": 0.4},
     ),
     "gbda_annealed_final_samples": (
         GBDA,
@@ -163,7 +167,7 @@ METHODS = {
         {"num_samples": 16, "baseline": "rloo", "teacher_forcing": True, "lr": 0.3},
     ),
     "soda": (SODA, {"reset_every": 25}),
-    "gcg": (GCG, {"search_width": 16, "topk": 8, "rows_per_pass": 5}),
+    "gcg": (GCG, {"search_width": 16, "topk": 8}),
     "pez": (PEZ, {"lr": 0.03}),
     "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
 }

@@ -5,20 +5,30 @@ import itertools
 import pytest
 import torch
 
+from dlmi import estimators
 from dlmi.estimators import (
-    RowSampler,
+    PromptSampler,
     _conditional_perturbation,
     gumbel_softmax,
     reinmax,
-    sample_tokens,
-    straight_through,
     with_forward,
 )
 from dlmi.methods.reinforce import score_function_surrogate
-from dlmi.relaxation import exponential_noise, gumbel_noise
+from dlmi.noise import gumbel_noise
+from dlmi.soft_embedding import sample_columns
 
 N, V = 2, 3
 TAU = torch.tensor([0.7, 1.3], dtype=torch.float64)
+
+
+CPU = torch.device("cpu")
+
+
+def sample_rows(name, num_samples, logits, tau, seed, rao_draws=10):
+    """Rows themselves: embeddings under the identity, (S, N, V)."""
+    sampler = PromptSampler(name, num_samples, rao_draws)
+    matrix = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    return sampler([logits], tau[None], matrix, [seed])[0]
 
 
 def generator(seed=0):
@@ -76,11 +86,11 @@ def assert_mean_is(gradients, expected, errors=4.0):
 @pytest.mark.parametrize("baseline", ["ema", "rloo", "none"])
 @pytest.mark.parametrize("function", [objective, cubic])
 def test_score_function_is_unbiased(baseline, function):
-    noise = generator(5)
+    seeds = itertools.count()
     average = function(one_hot(all_prompts())).mean()  # any constant leaves it unbiased
 
     def surrogate(logits):
-        columns = sample_tokens(logits, 4, noise)
+        columns = sample_columns(logits, 4, next(seeds))
         log_p = torch.log_softmax(logits, -1).expand(4, -1, -1)
         log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
         return score_function_surrogate(function(one_hot(columns)), log_probs, baseline, average)
@@ -95,11 +105,11 @@ def test_score_function_is_unbiased(baseline, function):
 
 def test_as_code_is_the_gradient_over_the_number_of_samples():
     """Batch-mean loss times batch-mean log-probability gives 1/S of the gradient on average."""
-    noise, samples = generator(6), 4
+    samples = 4
     gradients = []
-    for _ in range(6000):
+    for seed in range(6000):
         logits = LOGITS.clone().requires_grad_()
-        columns = sample_tokens(logits, samples, noise)
+        columns = sample_columns(logits, samples, seed)
         log_p = torch.log_softmax(logits, -1).expand(samples, -1, -1)
         log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
         losses = objective(one_hot(columns))
@@ -110,10 +120,10 @@ def test_as_code_is_the_gradient_over_the_number_of_samples():
 
 def test_rloo_has_less_variance_than_no_baseline():
     def variance(baseline):
-        noise, gradients = generator(7), []
-        for _ in range(800):
+        gradients = []
+        for seed in range(800):
             logits = LOGITS.clone().requires_grad_()
-            columns = sample_tokens(logits, 4, noise)
+            columns = sample_columns(logits, 4, seed)
             log_p = torch.log_softmax(logits, -1).expand(4, -1, -1)
             log_probs = log_p.gather(-1, columns[..., None]).sum((1, 2))
             losses = objective(one_hot(columns)) + 10
@@ -128,7 +138,7 @@ def test_gumbel_softmax_tends_to_the_exact_gradient_as_tau_falls():
     expected = exact_gradient(cubic)
 
     def bias(tau):
-        noise = gumbel_noise((400_000, N, V), generator(8), torch.float64)
+        noise = gumbel_noise(8, (400_000, N, V), CPU, torch.float64)
         logits = LOGITS.clone().requires_grad_()
         rows = gumbel_softmax(logits, torch.full((N,), tau, dtype=torch.float64), noise)
         cubic(rows).mean().backward()
@@ -140,26 +150,26 @@ def test_gumbel_softmax_tends_to_the_exact_gradient_as_tau_falls():
 
 
 def test_straight_through_forward_is_one_hot_and_backward_is_gumbel_softmax():
-    noise = gumbel_noise((5, N, V), generator(9), torch.float64)
     incoming = torch.randn(5, N, V, dtype=torch.float64, generator=generator(10))
     gradients = []
-    for estimator in (straight_through, gumbel_softmax):
+    for name in ("straight_through", "gumbel_softmax"):
         logits, tau = LOGITS.clone().requires_grad_(), TAU.clone().requires_grad_()
-        rows = estimator(logits, tau, noise)
+        rows = sample_rows(name, 5, logits, tau, seed=9)
         (rows * incoming).sum().backward()
         gradients.append((logits.grad, tau.grad))
     torch.testing.assert_close(*gradients)
-    rows = straight_through(LOGITS, TAU, noise)
+    rows = sample_rows("straight_through", 5, LOGITS, TAU, seed=9)
+    noise = gumbel_noise(9, (5, N, V), CPU, torch.float64)
     assert torch.equal(rows, one_hot((LOGITS + noise).argmax(-1)))
 
 
 def test_conditional_noise_has_the_distribution_of_noise_that_chose_so():
     """Joint moments of (Z + g) given argmax = D, against rejection sampling."""
     logits = LOGITS[:1]
-    perturbed = logits + gumbel_noise((400_000, 1, V), generator(11), torch.float64)
+    perturbed = logits + gumbel_noise(11, (400_000, 1, V), CPU, torch.float64)
     for chosen in range(V):
         wanted = perturbed[perturbed.argmax(-1)[:, 0] == chosen][:, 0]
-        noise = exponential_noise((100_000, 1, 1, V), generator(12), torch.float64)
+        noise = gumbel_noise(12, (100_000, 1, V), CPU, torch.float64)[:, None]
         drawn = _conditional_perturbation(logits, torch.tensor([[chosen]]), noise)[:, 0, 0]
         assert (drawn.argmax(-1) == chosen).all()
         error = (wanted.var(0) / len(wanted) + drawn.var(0) / len(drawn)).sqrt()
@@ -168,13 +178,11 @@ def test_conditional_noise_has_the_distribution_of_noise_that_chose_so():
 
 
 def test_gumbel_rao_has_the_mean_of_straight_through_and_less_variance():
-    noise = generator(13)
-
     def rao(logits, index):
-        return RowSampler("gumbel_rao", 1, rao_draws=20)(logits, TAU, noise)
+        return sample_rows("gumbel_rao", 1, logits, TAU, index, rao_draws=20)
 
     def plain(logits, index):
-        return RowSampler("straight_through", 1)(logits, TAU, noise)
+        return sample_rows("straight_through", 1, logits, TAU, index)
 
     rao_gradients = sampled_gradients(rao, objective)
     plain_gradients = sampled_gradients(plain, objective)
@@ -230,8 +238,9 @@ def test_reinmax_is_exact_for_quadratics_of_one_position():
 
 @pytest.mark.parametrize("name", ["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"])
 def test_rows_sum_to_one_and_follow_the_seed(name):
-    rows = [RowSampler(name, 6)(LOGITS, TAU, generator(16)) for _ in range(2)]
-    assert torch.equal(*rows)
+    rows = [sample_rows(name, 6, LOGITS, TAU, seed) for seed in (16, 16, 17)]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
     assert rows[0].shape == (6, N, V)
     torch.testing.assert_close(rows[0].sum(-1), torch.ones(6, N, dtype=torch.float64))
 
@@ -239,9 +248,23 @@ def test_rows_sum_to_one_and_follow_the_seed(name):
 @pytest.mark.parametrize("name", ["straight_through", "gumbel_rao", "reinmax"])
 def test_extreme_logits_stay_finite(name):
     logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
-    rows = RowSampler(name, 4)(logits, torch.ones(1), generator(17))
+    rows = sample_rows(name, 4, logits, torch.ones(1), seed=17)
     rows.square().sum().backward()
     assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["gumbel_rao", "reinmax"])
+def test_positions_held_at_once_change_nothing(name, monkeypatch):
+    """Cut into single positions, rows and gradients are those of all positions together."""
+    incoming = torch.randn(4, N, V, dtype=torch.float64, generator=generator(19))
+    results = []
+    for held in (2**22, 1):
+        monkeypatch.setattr(estimators, "_HELD_ENTRIES", held)
+        logits, tau = LOGITS.clone().requires_grad_(), TAU.clone().requires_grad_()
+        rows = sample_rows(name, 4, logits, tau, seed=3)
+        (rows * incoming).sum().backward()
+        results.append((rows.detach(), logits.grad, tau.grad))
+    torch.testing.assert_close(*results)
 
 
 def test_with_forward_gives_value_and_passes_gradient():

@@ -75,6 +75,46 @@ def test_gradient_to_the_prompt_by_finite_differences(lm, teacher_forcing):
     assert torch.autograd.gradcheck(loss, prompt_embeds, eps=1e-3, atol=1e-2, rtol=1e-2)
 
 
+def test_a_cached_prefix_is_the_same_as_reading_it(lm):
+    prefix_ids = random_ids(lm, 1, 3, seed=2)[0]
+    prompt_ids, target_ids = random_ids(lm, 2, 5), random_ids(lm, 2, 4, seed=1)
+    whole_ids = torch.cat([prefix_ids.expand(2, -1), prompt_ids], 1)
+    gradients = []
+    for embeds, prefix in (
+        (lm.embed(whole_ids), None),
+        (lm.embed(prompt_ids), lm.prefix(prefix_ids.tolist())),
+    ):
+        leaf = embeds.clone().requires_grad_()
+        logits = lm.target_logits(leaf, target_ids, prefix)
+        [gradient] = torch.autograd.grad(logits.logsumexp(-1).sum(), leaf)
+        gradients.append((logits.detach(), gradient[:, -5:]))
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+    prefix = lm.prefix(prefix_ids.tolist())
+    assert torch.equal(lm.greedy(prompt_ids, 6, prefix), lm.greedy(whole_ids, 6))
+    free = lm.free_run(lm.embed(prompt_ids), 6, prefix=prefix)
+    torch.testing.assert_close(free, lm.free_run(lm.embed(whole_ids), 6), rtol=1e-7, atol=1e-9)
+
+
+def test_a_prefix_is_read_once(tiny):
+    assert tiny.prefix([5, 6]) is tiny.prefix([5, 6])
+    assert tiny.prefix([5, 6]).layers is not None
+
+
+@pytest.mark.parametrize("prefix_ids", [[], [4, 9]])
+def test_forced_and_greedy_are_those_run_apart(lm, prefix_ids):
+    """With right beginnings of every length, from nothing to the whole target."""
+    prefix = lm.prefix(prefix_ids) if prefix_ids else None
+    prompt_ids = random_ids(lm, 6, 5)
+    target_ids = lm.greedy(prompt_ids, 5, prefix)
+    for row in range(1, 6):
+        target_ids[row, row - 1] = (target_ids[row, row - 1] + 1) % 30
+    for rows in (slice(0, 6), slice(0, 1), slice(4, 6), slice(3, 4)):
+        logits, output_ids = lm.forced_and_greedy(prompt_ids[rows], target_ids[rows], prefix)
+        forced = lm.target_logits(lm.embed(prompt_ids[rows]), target_ids[rows], prefix)
+        torch.testing.assert_close(logits, forced, rtol=1e-7, atol=1e-9)
+        assert torch.equal(output_ids, lm.greedy(prompt_ids[rows], 5, prefix))
+
+
 def test_exact_under_teacher_forcing_means_exact_under_greedy(lm):
     prompt_ids = random_ids(lm, 4, 5)
     said = lm.greedy(prompt_ids, 6)

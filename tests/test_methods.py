@@ -9,15 +9,15 @@ from conftest import SMALL
 from test_contracts import LossCurve
 
 from dlmi import InputError
-from dlmi.estimators import sample_tokens
-from dlmi.evaluation import score_prompts
+from dlmi.candidates import score_candidates
 from dlmi.losses import target_loss, target_mask
 from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
-from dlmi.methods.adc import keep_largest, sparsity_counts
+from dlmi.methods.adc import keep_largest, scaled_norm_gradients, sparsity_counts
 from dlmi.methods.gcg import propose_swaps
 from dlmi.methods.pez import nearest_columns
 from dlmi.methods.soda import DecayingAdam
 from dlmi.slots import Budget, Slot
+from dlmi.soft_embedding import sample_columns
 from dlmi.targets import Target
 
 
@@ -131,7 +131,9 @@ def test_final_samples_only_ever_help_and_are_charged(data, fit):
     row_tokens = 5 + 4 - 1
     for i, row in with_samples.items():
         if row.steps == plain[i].steps == 12:
-            assert row.forward_tokens == plain[i].forward_tokens + 40 * 2 * row_tokens
+            # Each is read once, and decoded from its first wrong token on.
+            extra = row.forward_tokens - plain[i].forward_tokens
+            assert 40 * row_tokens < extra <= 40 * (row_tokens + 3)
 
 
 # ---- REINFORCE
@@ -140,8 +142,9 @@ def test_final_samples_only_ever_help_and_are_charged(data, fit):
 def test_reinforce_sends_nothing_backward(data, fit):
     row = next(iter(fit(REINFORCE(**SMALL, num_samples=3), data()).values()))
     assert row.backward_tokens == 0
+    in_steps = 3 * row.steps * (5 + 4 - 1)
     evaluations = len(row.trace)
-    assert row.forward_tokens == (3 * row.steps + 2 * evaluations) * (5 + 4 - 1)
+    assert in_steps + 8 <= row.forward_tokens <= in_steps + evaluations * (8 + 3)
 
 
 def surrogate_gradients(baseline, losses):
@@ -151,7 +154,7 @@ def surrogate_gradients(baseline, losses):
     slot = Slot.open(0, Target("t", (1,), "t"), 0, torch.device("cpu"))
     gradients, averages = [], []
     for values in losses:
-        columns = sample_tokens(model.Z[0], 4, slot.generator)
+        columns = sample_columns(model.Z[0], 4, slot.noise_seed())
         surrogate = model._surrogate(slot, columns, torch.tensor(values))
         gradients.append(torch.autograd.grad(surrogate, model.Z[0])[0])
         averages.append(float(slot.memory["average"]))
@@ -264,7 +267,7 @@ def test_gcg_finds_the_best_of_all_prompts_of_two_tokens(tiny, data, fit):
     target = targets.targets[0]
     plain = [i for i in tiny.prompt_token_ids.tolist() if i not in tiny.tokenizer.all_special_ids]
     prompts = torch.tensor(list(itertools.product(plain, repeat=2)))
-    losses, _ = score_prompts(tiny, prompts, target)
+    losses, _, _ = score_candidates(tiny, prompts[0], prompts, target)
     options = {"search_width": 64, "topk": 28, "buffer_size": 8, "init": "random"}
     model = GCG(prompt_length=2, steps=60, eval_every=60, n_replace=2, **options)
     row = fit(model, targets)[target.id]
@@ -273,11 +276,11 @@ def test_gcg_finds_the_best_of_all_prompts_of_two_tokens(tiny, data, fit):
 
 def test_gcg_memory_bound_changes_nothing(data, fit):
     def rows(rows_per_pass):
-        model = GCG(**SMALL, search_width=16, topk=8, rows_per_pass=rows_per_pass)
-        return comparable_prompts(fit(model, data()))
+        model = GCG(**SMALL, search_width=16, topk=8)
+        found = fit(model, data(rows_per_pass=rows_per_pass))
+        return {i: row.prompt_ids for i, row in found.items()}
 
-    assert rows(1).keys() == rows(16).keys()
-    assert {i: p for i, (p, _) in rows(3).items()} == {i: p for i, (p, _) in rows(16).items()}
+    assert rows(1) == rows(3) == rows(16)
 
 
 def test_gcg_prompts_round_trip_and_hold_no_special_tokens(tiny, data, fit):
@@ -371,7 +374,7 @@ def test_norm_gradient_scale_changes_gradients_only(tiny):
     embeds = tiny.embed(torch.tensor([[4, 5, 6]])).clone().requires_grad_()
     plain = tiny.target_logits(embeds, torch.tensor([[7]]))
     (before,) = torch.autograd.grad(plain.logsumexp(-1).sum(), embeds)
-    with tiny.scaled_norm_gradients(0.5):
+    with scaled_norm_gradients(tiny, 0.5):
         scaled = tiny.target_logits(embeds, torch.tensor([[7]]))
     assert torch.equal(plain, scaled)
     (after,) = torch.autograd.grad(scaled.logsumexp(-1).sum(), embeds)
@@ -388,12 +391,13 @@ def test_cost_counts_every_token_once_forward_and_once_backward(data, fit):
     row = fit(DLMI(**SMALL, num_samples=3), data(batch_size=1))["k3_sample0"]
     row_tokens = 5 + 4 - 1
     assert row.backward_tokens == 3 * row.steps * row_tokens
-    assert row.forward_tokens == (3 * row.steps + 2 * len(row.trace)) * row_tokens
+    in_evaluations = row.forward_tokens - row.backward_tokens
+    assert row_tokens <= in_evaluations <= len(row.trace) * (row_tokens + 3)
 
 
 @pytest.mark.parametrize("teacher_forcing", [True, False])
 def test_cost_is_what_the_lm_really_saw(data, fit, teacher_forcing):
-    targets = data(batch_size=1, per_k=1, k=(3,))
+    targets = data(batch_size=1, per_k=1, k=(3,), rows_per_pass=64)  # no pass to measure a row
     targets.load()
     seen = []
     embed_hook = targets.lm.model.model.layers[0].register_forward_hook(

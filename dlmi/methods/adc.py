@@ -14,16 +14,18 @@ layers, which weakens the blocks' branches against the residual stream.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter
+from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
-from dlmi.passes import StepLosses, soft_embeds, target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.slots import Slot
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
@@ -60,6 +62,28 @@ def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) ->
     chosen = torch.randperm(length, generator=generator, device=generator.device)[:larger]
     counts[chosen] += 1
     return counts.clamp_min(1)
+
+
+@contextlib.contextmanager
+def scaled_norm_gradients(lm: FrozenLM, factor: float) -> Iterator[None]:
+    """Scale gradients where they leave a norm layer, for passes made inside this context.
+
+    The forward pass is untouched. Inside a block the norm stands at the start of a branch, so a
+    factor below 1 weakens what comes through the branches against the residual stream.
+    """
+
+    def scale(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+
+    norms = [m for m in lm.model.modules() if type(m).__name__.endswith("Norm")]
+    handles = [norm.register_forward_hook(scale) for norm in norms]
+    try:
+        with lm.compiled.paused():  # a compiled pass would not see the hooks
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class ADC(Inverter):
@@ -125,13 +149,15 @@ class ADC(Inverter):
         for slot in slots:
             if slot.step:
                 self._sparsify(slot)
-        rows = torch.stack([self.Z[slot.index] for slot in slots])  # (B, R, N, V)
-        self._score_discrete(slots, rows.detach().argmax(-1))
-        embeds = soft_embeds(self.lm, rows)
+        rows = [self.Z[slot.index] for slot in slots]  # (R, N, V) each
+        self._score_discrete(slots, torch.stack([r.detach().argmax(-1) for r in rows]))
+        matrix = self.lm.prompt_embedding_matrix.to(self.compute_dtype)
+        with torch.autocast(matrix.device.type, enabled=False):
+            embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
         scaled = (
             contextlib.nullcontext()
             if self.norm_gradient_scale == 1
-            else self.lm.scaled_norm_gradients(self.norm_gradient_scale)
+            else scaled_norm_gradients(self.lm, self.norm_gradient_scale)
         )
         with scaled:
             losses, output_ids = target_pass(

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.estimators import EstimatorName, RowSampler, gumbel_softmax
+from dlmi.estimators import EstimatorName, PromptSampler, gumbel_softmax
 from dlmi.inverter import Inverter
-from dlmi.lm import NextEmbeds
 from dlmi.losses import LossName
-from dlmi.passes import StepLosses, soft_embeds, target_pass
-from dlmi.relaxation import gumbel_noise, row_entropy, temperature_law
+from dlmi.noise import gumbel_noise
+from dlmi.passes import RowNextEmbeds, StepLosses, target_pass
+from dlmi.relaxation import row_entropy, temperature_law
 from dlmi.slots import Slot
 
 
@@ -107,7 +107,7 @@ class DLMI(Inverter):
         self.teacher_forcing = teacher_forcing
         self.next_token = next_token
         self.next_token_tau = next_token_tau
-        self.sampler = RowSampler(estimator, num_samples, rao_draws)
+        self.sampler = PromptSampler(estimator, num_samples, rao_draws)
         self.loss: LossName = loss
         self.lr = lr
         self.adam_eps = adam_eps
@@ -141,9 +141,12 @@ class DLMI(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the target, averaged over the S samples of each slot."""
-        rows = (self.sampler(self.Z[s.index], self.tau(s), s.generator) for s in slots)
-        embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
-
+        embeds = self.sampler(
+            [self.Z[slot.index] for slot in slots],
+            torch.stack([self.tau(slot) for slot in slots]),
+            self.lm.prompt_embedding_matrix,
+            [slot.noise_seed() for slot in slots],
+        )
         losses, output_ids = target_pass(
             self.lm,
             slots,
@@ -151,23 +154,22 @@ class DLMI(Inverter):
             self.loss,
             self.teacher_forcing,
             self.prompt_bos,
-            self._sampler(slots) if self.next_token == "gumbel_softmax" else None,
+            self._next_embeds(slots) if self.next_token == "gumbel_softmax" else None,
         )
         return StepLosses(losses.mean(dim=1), output_ids[:, 0])
 
-    def _sampler(self, slots: Sequence[Slot]) -> NextEmbeds:
-        """Draws the relaxed next token of a free run, (R, 1, V) logits to (R, 1, d)."""
+    def _next_embeds(self, slots: Sequence[Slot]) -> RowNextEmbeds:
+        """Draws the relaxed next token of a free run, (r, 1, V) logits to (r, 1, d)."""
+        seeds = [slot.noise_seed("next token") for slot in slots]
 
-        def next_embeds(logits: Tensor, step: int) -> Tensor:
-            noise = logits.new_zeros(len(slots), self.num_samples, logits.shape[-1])
-            for row, slot in enumerate(slots):
-                # A slot draws for its own target's length only, whatever its batch mates need.
-                if step + 1 < len(slot.target.ids):
-                    shape = tuple(noise.shape[1:])
-                    noise[row] = gumbel_noise(shape, slot.generator, logits.dtype)
+        def next_embeds(rows: slice, logits: Tensor, step: int) -> Tensor:
+            shape = (self.num_samples, 1, logits.shape[-1])
+            # All slots' noise, then some rows of it: they need not be whole slots.
+            noise = [gumbel_noise(seed, shape, logits.device, logits.dtype, step) for seed in seeds]
             tau = logits.new_tensor([self.next_token_tau])
-            rows = gumbel_softmax(logits, tau, noise.view_as(logits))
-            embeds: Tensor = rows @ self.lm.embedding_matrix[: rows.shape[-1]].to(rows.dtype)
+            relaxed = gumbel_softmax(logits, tau, torch.cat(noise)[rows])
+            matrix = self.lm.embedding_matrix[: relaxed.shape[-1]]
+            embeds: Tensor = relaxed @ matrix.to(relaxed.dtype)
             return embeds
 
         return next_embeds
@@ -184,4 +186,4 @@ class DLMI(Inverter):
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z and Phi jointly."""
-        return Adam(self.parameters(), lr=self.lr, eps=self.adam_eps)
+        return Adam(self.parameters(), lr=self.lr, eps=self.adam_eps, fused=True)

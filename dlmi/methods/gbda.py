@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.estimators import EstimatorName, RowSampler, sample_tokens
+from dlmi.estimators import EstimatorName, PromptSampler
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import StepLosses, soft_embeds, target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.relaxation import annealed_temperature, row_entropy
 from dlmi.slots import Slot
+from dlmi.soft_embedding import sample_columns
 
 
 class GBDA(Inverter):
@@ -80,7 +81,7 @@ class GBDA(Inverter):
         self.tau_end = tau if tau_end is None else tau_end
         self.final_samples = final_samples
         self.teacher_forcing = teacher_forcing
-        self.sampler = RowSampler(estimator, num_samples, rao_draws)
+        self.sampler = PromptSampler(estimator, num_samples, rao_draws)
         self.loss: LossName = loss
         self.lr = lr
 
@@ -101,8 +102,12 @@ class GBDA(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the target, averaged over the S samples of each slot."""
-        rows = (self.sampler(self.Z[s.index], self.tau(s), s.generator) for s in slots)
-        embeds = torch.stack([soft_embeds(self.lm, r) for r in rows])  # (B, S, N, d)
+        embeds = self.sampler(
+            [self.Z[slot.index] for slot in slots],
+            torch.stack([self.tau(slot) for slot in slots]),
+            self.lm.prompt_embedding_matrix,
+            [slot.noise_seed() for slot in slots],
+        )
         losses, output_ids = target_pass(
             self.lm, slots, embeds, self.loss, self.teacher_forcing, self.prompt_bos
         )
@@ -116,7 +121,8 @@ class GBDA(Inverter):
         """Hard draws from softmax(Z), (R, N)."""
         if not self.final_samples:
             return None
-        columns = sample_tokens(self.Z[slot.index], self.final_samples, slot.generator)
+        seed = slot.noise_seed("final samples")
+        columns = sample_columns(self.Z[slot.index], self.final_samples, seed)
         return self.lm.prompt_token_ids.to(columns.device)[columns]
 
     @torch.no_grad()
@@ -127,4 +133,4 @@ class GBDA(Inverter):
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z."""
-        return Adam(self.parameters(), lr=self.lr)
+        return Adam(self.parameters(), lr=self.lr, fused=True)

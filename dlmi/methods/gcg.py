@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlmi.candidates import score_candidates
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.evaluation import score_prompts
 from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
-from dlmi.passes import StepLosses, row_tokens, soft_embeds, target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.slots import Slot
 
 
@@ -76,6 +76,20 @@ class _Search(Optimizer):
         return loss
 
 
+class _OneHotProduct(torch.autograd.Function):
+    """One-hot rows times a matrix: a lookup; the gradient is that of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, one_hot: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix)
+        return matrix[one_hot.argmax(-1)].to(one_hot.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        [matrix] = ctx.saved_tensors
+        return gradient @ matrix.to(gradient.dtype).T, None
+
+
 class GCG(Inverter):
     """Greedy coordinate gradient.
 
@@ -91,7 +105,6 @@ class GCG(Inverter):
         init: First prompt: `x` (the token "x" over and over) or `random` tokens.
         allow_non_ascii: Let candidates hold tokens that are not printable ASCII.
         filter_ids: Drop candidates that do not survive decoding and encoding.
-        rows_per_pass: Candidates per pass through the LM; bounds the memory, changes nothing else.
         loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
@@ -110,20 +123,13 @@ class GCG(Inverter):
         init: Literal["x", "random"] = "x",
         allow_non_ascii: bool = False,
         filter_ids: bool = True,
-        rows_per_pass: int = 64,
         loss: LossName = "cross_entropy",
         eval_every: int = 16,
         prompt_bos: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
-        check_at_least_one(
-            "model",
-            search_width=search_width,
-            topk=topk,
-            n_replace=n_replace,
-            rows_per_pass=rows_per_pass,
-        )
+        check_at_least_one("model", search_width=search_width, topk=topk, n_replace=n_replace)
         if n_replace > prompt_length:
             raise InputError(
                 f"Expected `model.n_replace` to be at most `model.prompt_length` "
@@ -140,7 +146,6 @@ class GCG(Inverter):
         self.init = init
         self.allow_non_ascii = allow_non_ascii
         self.filter_ids = filter_ids
-        self.rows_per_pass = rows_per_pass
         self.loss: LossName = loss
         self._barred: Tensor | None = None
 
@@ -170,14 +175,15 @@ class GCG(Inverter):
         columns = allowed[picks]  # (count, N)
         if self.init == "x":
             columns[0] = self._column_of(self.lm.encode(" x")[-1])
-        losses, _ = self._score(slot, columns)
+        losses, _ = self._score(slot, columns[0], columns)
         best = int(losses.argmin())
         slot.memory["loss"] = float(losses[best])
         self._set(slot, columns[best])
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the current prompt; its gradient proposes the swaps."""
-        embeds = torch.stack([soft_embeds(self.lm, self.Z[slot.index]) for slot in slots])
+        matrix = self.lm.prompt_embedding_matrix
+        embeds = torch.stack([_OneHotProduct.apply(self.Z[s.index], matrix) for s in slots])  # type: ignore[no-untyped-call]
         losses, output_ids = target_pass(
             self.lm, slots, embeds[:, None], self.loss, prompt_bos=self.prompt_bos
         )
@@ -198,8 +204,9 @@ class GCG(Inverter):
             if gradient is None:
                 continue
             barred = self._barred_columns(self.lm).to(gradient.device)
+            columns = parameter.argmax(-1)
             candidates = propose_swaps(
-                parameter.argmax(-1),
+                columns,
                 gradient.masked_fill(barred, torch.inf),
                 self.topk,
                 self.search_width,
@@ -209,21 +216,26 @@ class GCG(Inverter):
             candidates = self._survivors(candidates)
             if len(candidates) == 0:
                 continue
-            losses, output_ids = self._score(slot, candidates)
+            losses, output_ids = self._score(slot, columns, candidates)
             best = int(losses.argmin())
             if self.buffer_size == 0 or losses[best] < slot.memory["loss"]:
                 slot.memory["loss"] = float(losses[best])
                 self._set(slot, candidates[best])
                 slot.is_promising = tuple(output_ids[best].tolist()) == slot.target.ids
 
-    def _score(self, slot: Slot, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, slot: Slot, columns: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and teacher-forced outputs of candidates, charged to the slot."""
-        tokens = row_tokens(self.prompt_length, self.prompt_bos, slot.target)
-        slot.forward_tokens += len(columns) * tokens
-        token_ids = self.lm.prompt_token_ids.to(columns.device)[columns]
-        return score_prompts(
-            self.lm, token_ids, slot.target, self.loss, self.prompt_bos, self.rows_per_pass
+        token_ids = self.lm.prompt_token_ids.to(columns.device)
+        losses, output_ids, tokens_read = score_candidates(
+            self.lm,
+            token_ids[columns],
+            token_ids[candidates],
+            slot.target,
+            self.loss,
+            self.prompt_bos,
         )
+        slot.forward_tokens += tokens_read
+        return losses, output_ids
 
     def _survivors(self, candidates: Tensor) -> Tensor:
         """The candidates whose text encodes to the same ids again; all of them if none does."""

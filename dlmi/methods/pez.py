@@ -15,7 +15,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from dlmi.errors import InputError, check_positive
@@ -32,7 +31,9 @@ def nearest_columns(points: Tensor, matrix: Tensor, metric: Metric) -> Tensor:
     """Row of `matrix` that is nearest to each point: (..., d) and (V, d) to (...)."""
     if metric == "cosine":
         # The points' own lengths do not change which row is nearest.
-        return (points @ F.normalize(matrix, dim=-1).T).argmax(-1)
+        lengths = torch.linalg.vector_norm(matrix, dim=-1).clamp_min(1e-12)
+        nearest: Tensor = (points @ matrix.T / lengths).argmax(-1)
+        return nearest
     return (points @ matrix.T - matrix.square().sum(-1) / 2).argmax(-1)
 
 
@@ -109,4 +110,4 @@ class PEZ(Inverter):
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW on the continuous prompt."""
-        return AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        return AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)

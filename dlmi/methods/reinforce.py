@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.estimators import sample_tokens
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
+from dlmi.soft_embedding import sample_columns
 
 BaselineName = Literal["ema", "rloo", "as_code", "none"]
 
@@ -113,7 +113,8 @@ class REINFORCE(Inverter):
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The surrogate of each slot; the loss reported is the mean over its samples."""
         columns = [
-            sample_tokens(self.Z[slot.index], self.num_samples, slot.generator) for slot in slots
+            sample_columns(self.Z[slot.index], self.num_samples, slot.noise_seed())
+            for slot in slots
         ]  # (S, N) each
         token_ids = self.lm.prompt_token_ids.to(columns[0].device)[torch.stack(columns)]
         with torch.no_grad():
@@ -154,4 +155,4 @@ class REINFORCE(Inverter):
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z."""
-        return Adam(self.parameters(), lr=self.lr)
+        return Adam(self.parameters(), lr=self.lr, fused=True)

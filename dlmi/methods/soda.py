@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
-from dlmi.passes import StepLosses, soft_embeds, target_pass
+from dlmi.passes import StepLosses, target_pass
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
+from dlmi.soft_embedding import soft_embedding
 
 
 class DecayingAdam(Optimizer):
@@ -148,9 +149,9 @@ class SODA(Inverter):
         for slot in slots:
             if slot.step and slot.step % self.reinit_every == 0:
                 self._restart(slot)
-        logits = torch.stack([self.Z[slot.index] for slot in slots])  # (B, N, V)
-        rows = torch.softmax(logits / self.tau, dim=-1)[:, None]  # (B, 1, N, V)
-        embeds = soft_embeds(self.lm, rows)
+        logits = [self.Z[slot.index] for slot in slots]
+        tau = logits[0].new_full((len(slots), self.prompt_length), self.tau)
+        embeds = soft_embedding(logits, tau, self.lm.prompt_embedding_matrix)  # (B, 1, N, d)
         losses, _ = target_pass(self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos)
         return StepLosses(losses[:, 0], self._check(slots))
 

@@ -1,0 +1,116 @@
+"""Scores of many prompts that differ from one prompt in a few tokens.
+
+Everything before the first token that differs is the same for all, so its keys and values are
+computed once and shared: a candidate that changes position p costs N - p + M - 1 tokens.
+
+Axes: C candidates, N prompt tokens, M target tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlmi.evaluation import pad_targets
+from dlmi.lm import FrozenLM
+from dlmi.losses import LossName, target_loss
+from dlmi.prefix import Prefix
+from dlmi.targets import Target
+
+# What a pass costs beside its tokens, in tokens: reading the weights, or launching the kernels.
+_PASS_OVERHEAD = {"cpu": 40}
+_DEFAULT_OVERHEAD = 1024
+
+
+def group_by_shared(
+    shared: Sequence[int], length: int, overhead: int
+) -> list[tuple[int, list[int]]]:
+    """Group candidates so that the fewest tokens are read.
+
+    Args:
+        shared: How many first tokens each candidate shares with the prompt.
+        length: Tokens of a whole row.
+        overhead: What a group costs by itself, in tokens.
+
+    Returns:
+        Of each group, how many tokens its members share and who they are.
+
+    >>> group_by_shared([0, 9, 8, 0], length=10, overhead=3)
+    [(0, [0, 3]), (8, [2, 1])]
+    """
+    order = sorted(range(len(shared)), key=lambda i: shared[i])
+    starts = [i for i in range(len(order)) if i == 0 or shared[order[i]] != shared[order[i - 1]]]
+    ends = [*starts[1:], len(order)]
+    # cheapest[j]: cost of the candidates before starts[j], and where their last group begins.
+    cheapest: list[tuple[int, int]] = [(0, 0)]
+    for j in range(len(starts)):
+        costs = [
+            cheapest[i][0] + overhead + (ends[j] - start) * (length - shared[order[start]])
+            for i, start in enumerate(starts[: j + 1])
+        ]
+        best = min(range(j + 1), key=costs.__getitem__)
+        cheapest.append((costs[best], best))
+    groups = []
+    j = len(starts)
+    while j > 0:
+        i = cheapest[j][1]
+        members = order[starts[i] : ends[j - 1]]
+        groups.append((shared[members[0]], members))
+        j = i
+    return groups[::-1]
+
+
+@torch.no_grad()
+def score_candidates(
+    lm: FrozenLM,
+    prompt_ids: Tensor,
+    candidate_ids: Tensor,
+    target: Target,
+    loss: LossName = "cross_entropy",
+    prompt_bos: bool = False,
+) -> tuple[Tensor, Tensor, int]:
+    """Teacher-forced scores of candidates.
+
+    Args:
+        lm: The model.
+        prompt_ids: What they were made from, (N,).
+        candidate_ids: (C, N).
+        target: The one target.
+        loss: Which loss.
+        prompt_bos: Put BoS before each prompt.
+
+    Returns:
+        The loss of each candidate, (C,), what teacher forcing decodes after it, (C, M), and how
+        many tokens the LM has read. A candidate that decodes the target this way also produces it
+        in a free greedy run.
+    """
+    length = len(prompt_ids)
+    target_ids, mask = pad_targets([target], lm.device)  # (1, M)
+    bos_ids = prompt_ids.new_tensor([lm.bos_id] if prompt_bos else [])
+    prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
+    differs = candidate_ids != prompt_ids
+    # A candidate like the prompt itself shares all but the last token, whose logits it needs.
+    shared = torch.where(differs.any(-1), differs.int().argmax(-1), length - 1)  # (C,)
+    if prefix.layers is None:
+        shared.zero_()
+    overhead = _PASS_OVERHEAD.get(lm.device.type, _DEFAULT_OVERHEAD)
+    row_length = length + len(target.ids) - 1
+    tokens_read = len(prefix)
+    losses: list[Tensor] = []
+    output_ids: list[Tensor] = []
+    order: list[int] = []
+    for start, members in group_by_shared(shared.tolist(), row_length, overhead):
+        rest_ids = candidate_ids[members, start:]
+        common = prefix.shortened(len(bos_ids) + start)
+
+        def work(rows: slice, ids: Tensor = rest_ids, common: Prefix = common) -> None:
+            expanded = target_ids.expand(len(ids[rows]), -1)
+            logits = lm.target_logits(lm.embed(ids[rows]), expanded, common or None)
+            losses.append(target_loss(loss, logits, expanded, mask.expand_as(expanded)))
+            output_ids.append(logits.argmax(-1))
+
+        lm.rows_per_pass.run(lm, len(members), row_length - start, len(target.ids), work)
+        order += members
+        tokens_read += len(members) * (row_length - start)
+    back = torch.tensor(order, device=lm.device).argsort()
+    return torch.cat(losses)[back], torch.cat(output_ids)[back], tokens_read

@@ -1,0 +1,53 @@
+"""What a `transformers` model must be like to be inverted, and how it reads a token."""
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dlmi.errors import InputError
+
+if TYPE_CHECKING:
+    from dlmi.lm import FrozenLM
+
+
+def read_embedding_matrix(model: Any) -> Tensor:
+    """The vectors that a model reads for each id, whatever its embedding module does to them."""
+    module = model.get_input_embeddings()
+    if type(module) is nn.Embedding:
+        weight: Tensor = module.weight.detach()
+        return weight
+    # Gemma and others scale inside the embedding module, so ask the module, not its weight.
+    with torch.no_grad():
+        rows = torch.arange(module.weight.shape[0], device=module.weight.device)
+        vectors: Tensor = module(rows)
+    return vectors
+
+
+@torch.no_grad()
+def check_invertible(lm: "FrozenLM") -> None:
+    """Refuse by name what cannot be inverted: no soft prompts, or not causal."""
+    this = f"{lm.name} ({type(lm.model).__name__})"
+    if "inputs_embeds" not in inspect.signature(lm.model.forward).parameters:
+        raise InputError(
+            f"{this} does not accept `inputs_embeds`, so a soft prompt cannot be fed to it. "
+            "Choose another model."
+        )
+    ids = lm.prompt_token_ids[torch.linspace(0, len(lm.prompt_token_ids) - 1, 4).long()]
+    ids = ids[None].to(lm.device)
+    by_ids = lm.model(input_ids=ids, use_cache=False).logits.float()
+    by_embeds = lm.model(inputs_embeds=lm.embed(ids), use_cache=False).logits.float()
+    scale = by_ids.abs().max().clamp_min(1e-6)
+    if (by_ids - by_embeds).abs().max() > 0.02 * scale:
+        raise InputError(
+            f"{this} answers differently to token ids and to their embeddings, so a soft "
+            "prompt would mean something else. Choose another model."
+        )
+    other_ids = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+    by_other = lm.model(input_ids=other_ids, use_cache=False).logits.float()
+    if (by_ids - by_other)[:, :-1].abs().max() > 0.02 * scale:
+        raise InputError(
+            f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
+            "models. Choose a decoder LM."
+        )
