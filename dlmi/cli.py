@@ -1,4 +1,4 @@
-"""The command line: `fit` through LightningCLI, `targets` and `verify` beside it.
+"""The command line: `fit` through LightningCLI, the other commands beside it.
 
 Every mistake of the user ends in one line and exit code 2; Ctrl-C ends in exit code 130.
 """
@@ -24,6 +24,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import dlmi.methods
+from dlmi.bench import bench_command
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
 from dlmi.callbacks.results import refuse_used_folder
 from dlmi.checks import check_run
@@ -31,6 +32,7 @@ from dlmi.commands import targets_command, verify_command
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.inverter import Inverter
+from dlmi.memory import keep_freed_memory
 from dlmi.version import __version__
 
 HELP = """\
@@ -42,6 +44,7 @@ commands:
   fit       invert a queue of targets:   python -m dlmi fit --config configs/quickstart.yaml
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
+  bench     how fast it is, here:        python -m dlmi bench
 
 options:
   --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
@@ -63,6 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         fail(f"Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
     _quieten()
+    keep_freed_memory()
     try:
         sys.exit(COMMANDS[command](arguments[1:]))
     except ValueError as error:
@@ -118,6 +122,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fit": _fit,
     "targets": targets_command,
     "verify": verify_command,
+    "bench": bench_command,
 }
 
 

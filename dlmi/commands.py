@@ -44,7 +44,7 @@ def targets_command(arguments: list[str]) -> int:
         raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
     options = {name: value for name, value in config.as_dict().items() if name != "out"}
     data = TargetDataModule(**options)
-    data.load(_default_device())
+    data.load(default_device())
     targets = [describe_target(data.lm, target) for target in data.targets]
     write_targets(out, targets)
     Console().print(_targets_table(targets))
@@ -79,7 +79,7 @@ def verify_command(arguments: list[str]) -> int:
         name: str = config.lm or row.model
         dtype = cast(DType, config.dtype or row.dtype)
         if (name, dtype) not in lms:
-            lms[name, dtype] = load_lm(name, dtype, _default_device(), config.bos)
+            lms[name, dtype] = load_lm(name, dtype, default_device(), config.bos)
         problems, from_ids, from_text = _verify_row(lms[name, dtype], row)
         failures += [f"{row.target_id}: {problem}" for problem in problems]
         exact_ids += from_ids
@@ -136,7 +136,8 @@ def _targets_table(targets: list[Target]) -> Table:
     return table
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )

@@ -1,0 +1,186 @@
+"""`python -m dlmi bench`: one table and a JSON file."""
+
+import dataclasses
+import json
+import os
+import platform
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dlmi.bench.refill import RefillTimes, time_refill
+from dlmi.bench.scaling import Growth, measure_growth
+from dlmi.bench.steps import SHAPES, StepTimes, time_steps
+from dlmi.bench.textbook import TextbookProcess
+from dlmi.bench.timing import matmul_flops
+from dlmi.commands import CommandParser, default_device
+from dlmi.errors import InputError
+from dlmi.models import PACKAGED, DType, load_lm
+from dlmi.results import describe_environment
+
+Part = Literal["steps", "refill", "scaling"]
+
+
+def bench_command(arguments: list[str]) -> int:
+    """Measure, print and write."""
+    parser = CommandParser(
+        prog="python -m dlmi bench",
+        usage="python -m dlmi bench [options]",
+        description=(
+            "Time an optimisation step against its floor (the LM's own passes and the two "
+            "products with E) and against a textbook implementation, in turn, in one run. Run it "
+            "on a machine that does nothing else."
+        ),
+    )
+    parser.add_argument("--lm", type=str, default=PACKAGED, help="As in `fit`.")
+    parser.add_argument("--dtype", type=DType, default="auto", help="As in `fit`.")
+    parser.add_argument(
+        "--parts",
+        type=list[Part],
+        default=["steps", "refill", "scaling"],
+        help="What to measure.",
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="Timed steps; medians are shown.")
+    parser.add_argument(
+        "--compile",
+        type=bool,
+        default=False,
+        help="Time steps with a compiled LM as well; compiling takes minutes.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench.json"), help="File to write; must not exist."
+    )
+    config = parser.parse_args(arguments)
+    if config.repeats < 1:
+        raise InputError(f"Expected `--repeats` to be at least 1, but got {config.repeats}.")
+    if config.out.exists():
+        raise InputError(f"Expected `--out` to be a new file, but {config.out} exists.")
+    if not config.out.absolute().parent.is_dir():
+        raise InputError(f"Expected `--out` to be in an existing folder, but got {config.out}.")
+    report = _measure(config)
+    config.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"figures in {config.out}")
+    return 0
+
+
+def _measure(config: Any) -> dict[str, Any]:
+    screen, notes = Console(), Console(stderr=True)
+    lm = load_lm(config.lm, config.dtype, default_device())
+    flops = matmul_flops(lm.device, lm.dtype)
+    machine = (
+        f"{lm.name}, {lm.dtype}, {lm.device}, {torch.get_num_threads()} threads, "
+        f"matrix product {flops / 1e9:.0f} Gflop/s"
+    )
+    screen.print(machine)
+    report: dict[str, Any] = {
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "matmul_gflops": flops / 1e9,
+        **describe_environment(lm),
+    }
+    with notes.status("") as status:
+        if "steps" in config.parts:
+            lines = []
+            threads = torch.get_num_threads()
+            with TextbookProcess(config.lm, config.dtype, lm.device, threads) as textbook:
+                for shape in SHAPES:
+                    status.update("steps at N={}, M={}, S={}".format(*shape))
+                    lines.append(
+                        time_steps(lm, textbook, shape, config.repeats, flops, config.compile)
+                    )
+            screen.print(_steps_table(lines), _memory_table(lines))
+            report["steps"] = [{**dataclasses.asdict(x), **x.ratios()} for x in lines]
+        if "refill" in config.parts:
+            status.update("refill against static batches")
+            refill = time_refill(lm)
+            screen.print(_refill_table(refill))
+            report["refill"] = {**dataclasses.asdict(refill), **refill.ratios()}
+        if "scaling" in config.parts:
+            growths = []
+            status.update("growth with N, M, S, V and slots")
+            for growth in measure_growth(lm, max(1, config.repeats // 2)):
+                growths.append(growth)
+                status.update(f"growth: {growth.name} done")
+            screen.print(_growth_table(growths))
+            report["scaling"] = [dataclasses.asdict(growth) for growth in growths]
+    return report
+
+
+def _steps_table(lines: list[StepTimes]) -> Table:
+    table = _table("Seconds of an optimisation step", "N", "M", "S", "this tool", "floor")
+    for column in ("textbook", "step / floor", "textbook / step"):
+        table.add_column(column, justify="right")
+    has_compiled = any(line.compiled_seconds is not None for line in lines)
+    if has_compiled:
+        table.add_column("compiled", justify="right")
+        table.add_column("compiled / floor", justify="right")
+    for line in lines:
+        ratios = line.ratios()
+        sizes = (line.prompt_length, line.target_length, line.samples)
+        cells = [
+            *map(str, sizes),
+            f"{line.seconds:.2f}",
+            f"{line.floor_seconds:.2f}",
+            f"{line.textbook_seconds:.2f}",
+            f"{ratios['step / floor']:.3f}",
+            f"{ratios['textbook / step']:.2f}",
+        ]
+        if line.compiled_seconds is not None:
+            cells += [f"{line.compiled_seconds:.2f}", f"{ratios['compiled step / floor']:.3f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _memory_table(lines: list[StepTimes]) -> Table:
+    table = _table("Peak memory in MB, and throughput", "N", "M", "S", "this tool", "LM's pass")
+    for column in ("textbook", "steps/s", "token passes/s", "of matmul speed"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        sizes = (line.prompt_length, line.target_length, line.samples)
+        table.add_row(
+            *map(str, sizes),
+            f"{line.peak_bytes / 1e6:.0f}",
+            f"{line.floor_peak_bytes / 1e6:.0f}",
+            f"{line.textbook_peak_bytes / 1e6:.0f}",
+            f"{1 / line.seconds:.2f}",
+            f"{line.token_passes_per_second:.0f}",
+            f"{line.matmul_share:.0%}",
+        )
+    return table
+
+
+def _refill_table(times: RefillTimes) -> Table:
+    title = f"{times.targets} targets of unequal length through {times.slots} slots"
+    table = _table(title, "", "seconds", "targets per hour")
+    for name, seconds in (
+        ("refilled at once", times.refill_seconds),
+        ("static batches", times.static_seconds),
+    ):
+        table.add_row(name, f"{seconds:.1f}", f"{3600 * times.targets / seconds:.0f}")
+    table.add_row("ratio", f"{times.ratios()['refill / static']:.2f}", "")
+    return table
+
+
+def _growth_table(growths: list[Growth]) -> Table:
+    table = _table("Seconds of a step = a size^b", "size", "values", "seconds", "b")
+    for growth in growths:
+        table.add_row(
+            growth.name,
+            " ".join(map(str, growth.sizes)),
+            " ".join(f"{s:.2f}" for s in growth.seconds),
+            f"{growth.exponent:.2f}",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

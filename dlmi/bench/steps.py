@@ -1,0 +1,225 @@
+r"""The time of an optimisation step, against its floor and against a textbook implementation.
+
+The floor is what cannot be avoided: the LM's forward and backward pass on the same rows, with the
+head on the target positions, and the two products with E; it runs in the same process, so that it
+has all that this tool has. The textbook runs in a process of its own, as a script would. All three
+alternate, between the steps of one run of Lightning.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dlmi.bench.textbook import TextbookProcess
+from dlmi.bench.timing import StepClock, peak_of, run_quietly, seconds_of
+from dlmi.compiled import CompileSetting
+from dlmi.data import TargetDataModule
+from dlmi.lm import FrozenLM
+from dlmi.methods import DLMI
+from dlmi.targets import Target
+
+SHAPES = ((10, 20, 8), (80, 20, 8), (80, 20, 1))  # N, M, S
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One line of the table; seconds are medians.
+
+    Attributes:
+        prompt_length: N.
+        target_length: M.
+        samples: S.
+        repeats: Steps that were timed, of each of the three.
+        seconds: Of a step of this tool.
+        floor_seconds: Of the floor.
+        textbook_seconds: Of the textbook.
+        peak_bytes: Allocated at once in a step of this tool. Z, its gradient and its moments are
+            there before.
+        floor_peak_bytes: In the LM's pass of the floor.
+        textbook_peak_bytes: In the textbook's step.
+        token_passes_per_second: Tokens sent forward or backward through the LM by this tool.
+        matmul_share: Of the machine's measured matrix-product speed, by this tool.
+        compiled_seconds: Of a step with the LM compiled, where that was asked for.
+        compiled_floor_seconds: Of the floor, not compiled, in turn with it.
+    """
+
+    prompt_length: int
+    target_length: int
+    samples: int
+    repeats: int
+    seconds: float
+    floor_seconds: float
+    textbook_seconds: float
+    peak_bytes: int
+    floor_peak_bytes: int
+    textbook_peak_bytes: int
+    token_passes_per_second: float
+    matmul_share: float
+    compiled_seconds: float | None
+    compiled_floor_seconds: float | None
+
+    def ratios(self) -> dict[str, float]:
+        """What the times and peaks come to."""
+        ratios = {
+            "step / floor": self.seconds / self.floor_seconds,
+            "textbook / step": self.textbook_seconds / self.seconds,
+            "extra peak MB": (self.peak_bytes - self.floor_peak_bytes) / 1e6,
+            "steps per second": 1 / self.seconds,
+        }
+        if self.compiled_seconds is not None and self.compiled_floor_seconds is not None:
+            ratios["compiled step / floor"] = self.compiled_seconds / self.compiled_floor_seconds
+        return ratios
+
+
+def time_steps(
+    lm: FrozenLM,
+    textbook: TextbookProcess,
+    shape: tuple[int, int, int],
+    repeats: int,
+    flops: float,
+    compiled: bool,
+) -> StepTimes:
+    """Time the three, in turn.
+
+    Args:
+        lm: The model.
+        textbook: With the same model.
+        shape: N, M, S.
+        repeats: Timed steps of each.
+        flops: Measured speed of a matrix product.
+        compiled: Time this tool's step with a compiled LM as well.
+    """
+    length, target_length, samples = shape
+    target_ids = _random_ids(lm, 1, target_length)
+    floor = Floor(lm, length, samples, target_ids)
+    floor_seconds: list[float] = []
+    textbook_seconds: list[float] = []
+
+    def others() -> None:
+        turns: list[Callable[[], None]] = [
+            lambda: floor_seconds.append(seconds_of(floor.step, lm.device)),
+            lambda: textbook_seconds.append(textbook.ask("step")),
+        ]
+        if len(floor_seconds) % 2:  # so that none always runs in the wake of the same other
+            turns.reverse()
+        for turn in turns:
+            turn()
+
+    textbook.ask("begin", length, samples, target_ids.tolist())
+    clock = _time_ours(lm, shape, target_ids, repeats, others)
+    seconds = statistics.median(clock.seconds)
+    tokens = 2 * samples * (length + target_length - 1)
+    compiled_seconds = compiled_floor_seconds = None
+    if compiled:
+        beside: list[float] = []
+        compiled_clock = _time_ours(
+            lm,
+            shape,
+            target_ids,
+            repeats,
+            lambda: beside.append(seconds_of(floor.step, lm.device)),
+            warm_up=4,  # the first step is as it is, the second compiles
+            compile=True,
+        )
+        compiled_seconds = statistics.median(compiled_clock.seconds)
+        compiled_floor_seconds = statistics.median(beside)
+    return StepTimes(
+        length,
+        target_length,
+        samples,
+        repeats,
+        seconds,
+        statistics.median(floor_seconds),
+        statistics.median(textbook_seconds),
+        clock.peak_bytes,
+        peak_of(floor.lm_pass, lm.device),
+        int(textbook.ask("peak")),
+        tokens / seconds,
+        floor.operations() / seconds / flops,
+        compiled_seconds,
+        compiled_floor_seconds,
+    )
+
+
+def _time_ours(
+    lm: FrozenLM,
+    shape: tuple[int, int, int],
+    target_ids: Tensor,
+    repeats: int,
+    between: Callable[[], None] | None,
+    warm_up: int = 3,
+    compile: CompileSetting = False,
+) -> StepClock:
+    """This tool, as a user runs it, on one target that it will not solve on the way."""
+    length, _, samples = shape
+    target = Target("bench", tuple(target_ids[0].tolist()), "")
+    steps = warm_up + repeats
+    module = DLMI(length, steps, num_samples=samples, eval_every=steps)
+    clock = StepClock(lm.device, between, warm_up)
+    data = TargetDataModule.of(lm, [target], batch_size=1, compile=compile)
+    run_quietly(module, data, [clock])
+    return clock
+
+
+class Floor:
+    """What a step cannot do without.
+
+    Args:
+        lm: The model.
+        length: N.
+        samples: S.
+        target_ids: (1, M).
+    """
+
+    def __init__(self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor) -> None:
+        self.lm = lm
+        self.target_ids = target_ids.expand(samples, -1)
+        self.embeds = lm.embed(_random_ids(lm, samples, length)).clone()
+        self.matrix = lm.prompt_embedding_matrix.float()
+        rows, columns = samples * length, len(self.matrix)
+        self.weights = torch.rand(rows, columns, device=lm.device)
+        self.gradient = torch.rand(rows, self.matrix.shape[1], device=lm.device)
+
+    def lm_pass(self) -> None:
+        """Forward and backward to the embeddings."""
+        embeds = self.embeds.requires_grad_()
+        with self.lm.compiled.paused():
+            logits = self.lm.target_logits(embeds, self.target_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), self.target_ids.flatten())
+        torch.autograd.grad(loss, embeds)
+
+    def step(self) -> None:
+        """The pass and the two products, into memory that is there."""
+        self.lm_pass()
+        torch.mm(self.weights, self.matrix, out=self.gradient)
+        torch.mm(self.gradient, self.matrix.T, out=self.weights)
+
+    def operations(self) -> float:
+        """Floating-point operations of a step: products with weights, attention, E."""
+        samples, length, width = self.embeds.shape
+        target_length = self.target_ids.shape[1]
+        tokens = length + target_length - 1
+        vocabulary = len(self.lm.embedding_matrix)
+        # Lookups cost nothing, the head is counted by itself.
+        outside = [m for m in self.lm.model.modules() if isinstance(m, nn.Embedding)]
+        outside.append(self.lm.model.get_output_embeddings())
+        not_in_blocks = {id(p) for module in outside for p in module.parameters()}
+        blocks = sum(
+            p.numel()
+            for p in self.lm.model.parameters()
+            if p.ndim == 2 and id(p) not in not_in_blocks
+        )
+        attention = self.lm.num_layers * 2 * tokens * width  # scores and their use, per token
+        head = vocabulary * width * target_length
+        passes = 2 * 2 * samples * (tokens * (blocks + attention) + head)  # forward and backward
+        return float(passes + 2 * 2 * samples * length * len(self.matrix) * width)
+
+
+def _random_ids(lm: FrozenLM, rows: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randint(len(lm.prompt_token_ids), (rows, length), generator=generator)
+    return lm.prompt_token_ids[columns].to(lm.device)
