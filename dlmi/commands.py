@@ -27,6 +27,14 @@ class CommandParser(ArgumentParser):
         raise InputError(message)
 
 
+def check_new_file(out: Path) -> None:
+    """Raise `InputError` unless `--out` can be written without overwriting anything."""
+    if out.exists():
+        raise InputError(f"Expected `--out` to be a new file, but {out} exists.")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
+
+
 def targets_command(arguments: list[str]) -> int:
     """`python -m dlmi targets --out FILE`: the options are those of `fit`'s `data`."""
     parser = CommandParser(
@@ -35,13 +43,10 @@ def targets_command(arguments: list[str]) -> int:
         description="Write targets with their ranks, probabilities and perplexity to a JSONL file.",
     )
     parser.add_argument("--out", type=Path, required=True, help="File to write; must not exist.")
-    parser.add_class_arguments(TargetDataModule, skip={"batch_size"})
+    parser.add_class_arguments(TargetDataModule, skip={"batch_size", "rows_per_pass", "compile"})
     config = parser.parse_args(arguments)
     out: Path = config.out
-    if out.exists():
-        raise InputError(f"Expected `--out` to be a new file, but {out} exists.")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
+    check_new_file(out)
     options = {name: value for name, value in config.as_dict().items() if name != "out"}
     data = TargetDataModule(**options)
     data.load(default_device())

@@ -17,7 +17,7 @@ from dlmi.bench.scaling import Growth, measure_growth
 from dlmi.bench.steps import SHAPES, StepTimes, time_steps
 from dlmi.bench.textbook import TextbookProcess
 from dlmi.bench.timing import matmul_flops
-from dlmi.commands import CommandParser, default_device
+from dlmi.commands import CommandParser, check_new_file, default_device
 from dlmi.errors import InputError
 from dlmi.models import PACKAGED, DType, load_lm
 from dlmi.results import describe_environment
@@ -57,10 +57,7 @@ def bench_command(arguments: list[str]) -> int:
     config = parser.parse_args(arguments)
     if config.repeats < 1:
         raise InputError(f"Expected `--repeats` to be at least 1, but got {config.repeats}.")
-    if config.out.exists():
-        raise InputError(f"Expected `--out` to be a new file, but {config.out} exists.")
-    if not config.out.absolute().parent.is_dir():
-        raise InputError(f"Expected `--out` to be in an existing folder, but got {config.out}.")
+    check_new_file(config.out)
     report = _measure(config)
     config.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"figures in {config.out}")

@@ -30,7 +30,6 @@ class StaticADC(ADC):
         self.slots[index] = None
         if self.active:
             return
-        self._batch: list[Slot] = []
         for place in range(len(self.slots)):
             super()._refill(place)
         self._batch = self.active
