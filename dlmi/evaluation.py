@@ -96,7 +96,9 @@ def evaluate_prompts(
     outputs: list[list[int]] = []
 
     def work(rows: slice) -> None:
-        logits, output_ids = lm.forced_and_greedy(prompt_ids[rows], target_ids[rows], prefix)
+        logits, output_ids = lm.forced_and_greedy(
+            lm.embed(prompt_ids[rows]), target_ids[rows], prefix
+        )
         losses.extend(target_loss("cross_entropy", logits, target_ids[rows], mask[rows]).tolist())
         outputs.extend(output_ids.tolist())
 

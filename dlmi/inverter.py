@@ -31,6 +31,7 @@ from dlmi.errors import InputError, check_at_least_one
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
+from dlmi.prompt_forms import Relaxation
 from dlmi.results import Inversion, build_row, describe_environment
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target, fingerprint_targets
@@ -101,8 +102,12 @@ class Inverter(LightningModule, ABC):
         return None
 
     def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
-        """Per-position numbers worth a look, such as `tau`; for TensorBoard."""
+        """Per-position numbers worth a look, such as `tau`, (N,); for TensorBoard and rows."""
         return {}
+
+    def relaxation(self, slot: Slot) -> Relaxation | None:
+        """The distributions over tokens that a slot stands for, where the method has them."""
+        return None
 
     def check_lm(self, lm: FrozenLM) -> None:
         """Raise `InputError` where the method's settings do not fit the LM."""
@@ -169,7 +174,10 @@ class Inverter(LightningModule, ABC):
 
     def on_train_start(self) -> None:
         """Fill the slots: from the checkpoint where there is one, then from the queue."""
-        self._environment = describe_environment(self.lm)
+        self._environment = {
+            **describe_environment(self.lm),
+            "target_set": fingerprint_targets(self.data.targets),
+        }
         by_id = {target.id: target for target in self.data.targets}
         for callback in self._inversion_callbacks():
             self.finished += callback.earlier_rows()
@@ -249,6 +257,8 @@ class Inverter(LightningModule, ABC):
     def _settle(self) -> None:
         self._charge_time()
         while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.budget)]:
+            for slot in due:
+                slot.diagnostics = self.diagnostics(slot)
             self.judge.evaluate(due, self.prompt_ids(due))
             for callback in self._inversion_callbacks():
                 callback.on_evaluation(self.trainer, self, due)
@@ -262,6 +272,7 @@ class Inverter(LightningModule, ABC):
                     self._report(slot, reason)
                     self._finished_ids.add(slot.target.id)
                     self._refill(slot.index)
+            self._clock = time.perf_counter()  # measuring what is done costs the others nothing
 
     def _charge_time(self) -> None:
         now = time.perf_counter()
@@ -278,10 +289,13 @@ class Inverter(LightningModule, ABC):
 
     def _report(self, slot: Slot, reason: str) -> None:
         assert slot.best is not None
+        [last_ids] = self.prompt_ids([slot])
         row = build_row(
             self.lm,
             replace(slot, best=self.judge.decode_alone(slot, slot.best)),
             reason,
+            last_ids=last_ids,
+            relaxation=self.relaxation(slot),
             seed=self.seed,
             method=type(self).__name__,
             settings=self._settings(),

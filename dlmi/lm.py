@@ -214,7 +214,7 @@ class FrozenLM:
 
     @torch.no_grad()
     def forced_and_greedy(
-        self, prompt_ids: Tensor, target_ids: Tensor, prefix: Prefix | None = None
+        self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
     ) -> tuple[Tensor, Tensor]:
         """Teacher forcing and a free greedy run, with what they share computed once.
 
@@ -222,7 +222,7 @@ class FrozenLM:
         starts there, from the keys and values of the forced one.
 
         Args:
-            prompt_ids: (R, N).
+            prompt_embeds: (R, N, d), soft or hard.
             target_ids: (R, M).
             prefix: Fixed tokens before the prompt.
 
@@ -230,7 +230,7 @@ class FrozenLM:
             Forced logits, (R, M, V), and greedy ids, (R, M).
         """
         length = target_ids.shape[1]
-        inputs_embeds = self._join(self.embed(prompt_ids), target_ids)
+        inputs_embeds = self._join(prompt_embeds, target_ids)
         logits, cache = self._forward(inputs_embeds, keep=length, use_cache=True, prefix=prefix)
         output_ids = logits.argmax(-1)
         # Per row the length of its right beginning; the batch starts at the shortest.
@@ -239,7 +239,8 @@ class FrozenLM:
             return logits, output_ids
         layers = read_layers(cache)
         if layers is None:
-            return logits, self.greedy(prompt_ids, length, prefix)
+            steps = self.decode_steps(prompt_embeds, length, prefix=prefix)
+            return logits, torch.cat([step.argmax(-1) for step in steps], dim=1)
         known = layers[0][0].shape[2] - (length - 1) + right
         steps = self.decode_steps(
             self.embed(output_ids[:, right : right + 1]),

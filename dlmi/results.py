@@ -5,18 +5,20 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dlmi.errors import InputError
 from dlmi.evaluation import bos_prefix
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
-from dlmi.slots import Slot
+from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms, rank_one_rate
+from dlmi.slots import Slot, TracePoint
 from dlmi.version import __version__
 
 
@@ -60,7 +62,16 @@ class Inversion:
         dtype: Of the LM.
         device: Type of device.
         versions: Of the packages that matter, and of Python.
-        trace: (step, honest LCS, discrete loss, seconds, token passes) of every evaluation.
+        target_set: Hash of all targets of the run, ids and tokens.
+        trace: How it stood at every evaluation.
+        prompt_tokens: The text of each token of `prompt_ids` alone.
+        target_tokens: The same of `target_ids`.
+        output_tokens: The same of `output_ids`.
+        lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.prompt_forms`), at the last
+            step; `best_so_far` with `free_greedy` is `lcs`.
+        rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
+            before them: what teacher forcing gets right with no prompt.
+        diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
     """
 
     target_id: str
@@ -96,7 +107,14 @@ class Inversion:
     dtype: str
     device: str
     versions: dict[str, str]
-    trace: tuple[tuple[int, float, float, float, int], ...]
+    target_set: str
+    trace: tuple[TracePoint, ...]
+    prompt_tokens: tuple[str, ...]
+    target_tokens: tuple[str, ...]
+    output_tokens: tuple[str, ...]
+    lcs_matrix: LCSMatrix
+    rank_one_rate: float | None
+    diagnostics: dict[str, tuple[float, ...]]
 
     def to_json_line(self) -> str:
         """One line of `results.jsonl`."""
@@ -109,9 +127,11 @@ class Inversion:
         if missing := [name for name in names if name not in row]:
             raise InputError(f"Expected a result row to hold `{missing[0]}`, but it does not.")
         values = {name: row[name] for name in names}
-        for name in ("target_ids", "prompt_ids", "output_ids"):
-            values[name] = tuple(values[name])
-        values["trace"] = tuple(tuple(point) for point in values["trace"])
+        for kind in ("target", "prompt", "output"):
+            for unit in ("ids", "tokens"):
+                values[f"{kind}_{unit}"] = tuple(values[f"{kind}_{unit}"])
+        values["trace"] = tuple(TracePoint(**point) for point in values["trace"])
+        values["diagnostics"] = {name: tuple(v) for name, v in values["diagnostics"].items()}
         return cls(**values)
 
 
@@ -120,17 +140,33 @@ def build_row(
     slot: Slot,
     stop_reason: str,
     *,
+    last_ids: Tensor,
+    relaxation: Relaxation | None,
     seed: int,
     method: str,
     settings: dict[str, Any],
     environment: dict[str, Any],
 ) -> Inversion:
-    """The row of a slot that is done with: its best prompt, how it fared and where it ran."""
+    """The row of a slot that is done with: its best prompt, how it fared and where it ran.
+
+    Args:
+        lm: The model.
+        slot: With its best prompt decoded alone.
+        stop_reason: Why it is done with.
+        last_ids: The discrete prompt that it stands for now, (N,).
+        relaxation: The distributions that it stands for now.
+        seed: Of the run.
+        method: Class of the inverter.
+        settings: Its arguments.
+        environment: The columns that say where it was measured, and on which targets.
+    """
     target, best, last = slot.target, slot.best, slot.last
     assert best is not None
     assert last is not None
     prompt_text = lm.decode(best.prompt_ids)
     prompt_bos = bool(settings["prompt_bos"])
+    best_ids = torch.tensor(best.prompt_ids, device=lm.device)
+    matrix = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
     return Inversion(
         target_id=target.id,
         k=target.k,
@@ -160,8 +196,18 @@ def build_row(
         method=method,
         settings=settings,
         trace=tuple(slot.trace),
+        prompt_tokens=_token_texts(lm, best.prompt_ids),
+        target_tokens=_token_texts(lm, target.ids),
+        output_tokens=_token_texts(lm, best.output_ids),
+        lcs_matrix=matrix,
+        rank_one_rate=rank_one_rate(lm, target.ids),
+        diagnostics={name: tuple(v.tolist()) for name, v in slot.diagnostics.items()},
         **environment,
     )
+
+
+def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(lm.decode([token_id]) for token_id in ids)
 
 
 def text_lcs(

@@ -32,6 +32,31 @@ class Budget:
         return min(used, 1.0)
 
 
+@dataclass(frozen=True)
+class TracePoint:
+    """How a target stood at one evaluation.
+
+    Attributes:
+        step: Optimisation steps before it.
+        lcs: Honest LCS ratio of the discrete prompt of that moment (not the best so far).
+        discrete_loss: Teacher-forced cross-entropy of the target after that prompt.
+        loss: Training loss of the step before; None at step 0.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode; None at step 0.
+        seconds: Wall time spent in the slot so far.
+        token_passes: Cost so far.
+        means: The method's diagnostics, such as `tau`, averaged over positions.
+    """
+
+    step: int
+    lcs: float
+    discrete_loss: float
+    loss: float | None
+    as_in_code_lcs: float | None
+    seconds: float
+    token_passes: int
+    means: dict[str, float]
+
+
 @dataclass
 class Slot:
     """One target in flight.
@@ -50,10 +75,11 @@ class Slot:
         backward_tokens: Tokens sent backward through the LM.
         best: The best evaluation so far.
         last: The latest evaluation.
-        trace: (step, LCS, discrete loss, seconds, token passes) of each evaluation.
+        trace: One point for each evaluation.
         loss: Training loss of the latest step, ().
         output_ids: What the latest training pass decoded, (M,).
         is_promising: Set by a method that has just seen its discrete prompt succeed: evaluate now.
+        diagnostics: The method's numbers per position, at the latest evaluation.
         memory: What else a method keeps per target between steps; plain values and tensors.
     """
 
@@ -67,10 +93,11 @@ class Slot:
     backward_tokens: int = 0
     best: Evaluation | None = None
     last: Evaluation | None = None
-    trace: list[tuple[int, float, float, float, int]] = field(default_factory=list)
+    trace: list[TracePoint] = field(default_factory=list)
     loss: Tensor | None = None
     output_ids: Tensor | None = None
     is_promising: bool = False
+    diagnostics: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -104,12 +131,15 @@ class Slot:
         if self.best is None or evaluation.score > self.best.score:
             self.best = evaluation
         self.trace.append(
-            (
-                evaluation.step,
-                evaluation.lcs,
-                evaluation.discrete_loss,
-                self.seconds,
-                self.token_passes,
+            TracePoint(
+                step=evaluation.step,
+                lcs=evaluation.lcs,
+                discrete_loss=evaluation.discrete_loss,
+                loss=evaluation.loss,
+                as_in_code_lcs=evaluation.as_in_code_lcs,
+                seconds=self.seconds,
+                token_passes=self.token_passes,
+                means={name: float(v.float().mean()) for name, v in self.diagnostics.items()},
             )
         )
 
@@ -129,7 +159,8 @@ class Slot:
             "generator": self.generator.get_state(),
             "best": dataclasses.asdict(self.best) if self.best else None,
             "last": dataclasses.asdict(self.last) if self.last else None,
-            "trace": list(self.trace),
+            "trace": [dataclasses.asdict(point) for point in self.trace],
+            "diagnostics": dict(self.diagnostics),
             "memory": dict(self.memory),
         }
 
@@ -146,6 +177,7 @@ class Slot:
             plain[name] = Evaluation(**plain[name]) if plain[name] else None
         for name in ("loss", "output_ids"):
             plain[name] = _to(plain[name], device)
+        plain["trace"] = [TracePoint(**point) for point in plain["trace"]]
         plain["memory"] = {key: _to(value, device) for key, value in plain["memory"].items()}
         return cls(target=target, generator=generator, **plain)
 

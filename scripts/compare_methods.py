@@ -55,7 +55,7 @@ def table_row(name: str, rows: list[Inversion]) -> str:
         statistics.mean(row.lcs for row in rows),
         statistics.mean(row.as_in_code_lcs or 0 for row in rows),
         # Of all evaluations: the best prompt is chosen by LCS, not by its likelihood.
-        statistics.mean(min(point[2] for point in row.trace) for row in rows),
+        statistics.mean(min(point.discrete_loss for point in row.trace) for row in rows),
     ]
     exact = sum(row.exact for row in rows)
     steps = statistics.median(row.steps for row in rows)

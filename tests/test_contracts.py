@@ -22,7 +22,7 @@ def comparable(rows):
     return {
         target_id: (
             dataclasses.replace(row, **VOLATILE),
-            [(*point[:3], point[4]) for point in row.trace],
+            [dataclasses.replace(point, seconds=0.0) for point in row.trace],
         )
         for target_id, row in rows.items()
     }
@@ -199,12 +199,12 @@ def test_rows_verify(make_method, data, fit):
         assert tuple(targets.lm.greedy(prompt_ids, 4)[0].tolist()) == row.output_ids
         assert row.exact == (row.output_ids == row.target_ids)
         assert row.steps == 12 or row.stop_reason == "solved"
-        best = max(point[1] for point in row.trace)
+        best = max(point.lcs for point in row.trace)
         assert row.lcs == best  # best-so-far, never less than any evaluation
-        steps = [point[0] for point in row.trace]
+        steps = [point.step for point in row.trace]
         assert steps == sorted(steps)
         assert set(steps) >= set(range(0, row.steps + 1, 4))
-        costs = [point[4] for point in row.trace]
+        costs = [point.token_passes for point in row.trace]
         assert costs == sorted(costs)
         assert costs[-1] == row.forward_tokens + row.backward_tokens
 

@@ -109,7 +109,9 @@ def test_forced_and_greedy_are_those_run_apart(lm, prefix_ids):
     for row in range(1, 6):
         target_ids[row, row - 1] = (target_ids[row, row - 1] + 1) % 30
     for rows in (slice(0, 6), slice(0, 1), slice(4, 6), slice(3, 4)):
-        logits, output_ids = lm.forced_and_greedy(prompt_ids[rows], target_ids[rows], prefix)
+        logits, output_ids = lm.forced_and_greedy(
+            lm.embed(prompt_ids[rows]), target_ids[rows], prefix
+        )
         forced = lm.target_logits(lm.embed(prompt_ids[rows]), target_ids[rows], prefix)
         torch.testing.assert_close(logits, forced, rtol=1e-7, atol=1e-9)
         assert torch.equal(output_ids, lm.greedy(prompt_ids[rows], 5, prefix))

@@ -271,7 +271,7 @@ def test_gcg_finds_the_best_of_all_prompts_of_two_tokens(tiny, data, fit):
     options = {"search_width": 64, "topk": 28, "buffer_size": 8, "init": "random"}
     model = GCG(prompt_length=2, steps=60, eval_every=60, n_replace=2, **options)
     row = fit(model, targets)[target.id]
-    assert row.trace[-1][2] == pytest.approx(float(losses.min()), rel=1e-5)
+    assert row.trace[-1].discrete_loss == pytest.approx(float(losses.min()), rel=1e-5)
 
 
 def test_gcg_memory_bound_changes_nothing(data, fit):
@@ -307,12 +307,12 @@ def test_nearest_token_by_exhaustion(metric):
 def test_pez_starts_at_tokens_and_reads_tokens(tiny, data, fit):
     row = fit(PEZ(**{**SMALL, "steps": 1}), data(batch_size=1, per_k=1))["k1_sample0"]
     first, last = row.trace[0], row.trace[-1]
-    assert first[0] == 0
+    assert first.step == 0
     # The loss it descends is the loss of a discrete prompt: no soft-to-hard gap at step 0.
     curve = LossCurve()
     fit(PEZ(**{**SMALL, "steps": 1}), data(batch_size=1, per_k=1), callbacks=[curve])
-    assert curve.losses[0][0] == pytest.approx(first[2], rel=1e-6)
-    assert last[0] == 1
+    assert curve.losses[0][0] == pytest.approx(first.discrete_loss, rel=1e-6)
+    assert last.step == 1
 
 
 # ---- ADC

@@ -62,7 +62,7 @@ class TensorBoardDetails(InversionCallback):
         cost = sum(slot.token_passes for slot in slots) // len(slots)
         board.add_scalar("eval/best_lcs", sum(best) / len(best), step)
         board.add_scalar("cost/best_lcs", sum(best) / len(best), cost)
-        diagnostics = [module.diagnostics(slot) for slot in slots]
+        diagnostics = [slot.diagnostics for slot in slots]
         for name in diagnostics[0]:
             positions = torch.cat([d[name].detach().float().flatten() for d in diagnostics])
             board.add_scalar(f"eval/{name}", float(positions.mean()), step)

@@ -26,6 +26,7 @@ from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
+from dlmi.prompt_forms import Relaxation
 from dlmi.slots import Slot
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
@@ -216,8 +217,16 @@ class ADC(Inverter):
 
     @torch.no_grad()
     def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
-        """How many entries of each row are not zero."""
-        return {"nonzero": (self.Z[slot.index] > 0).sum(-1).float()}
+        """How many entries of each position's row are not zero, averaged over restarts."""
+        return {"nonzero": (self.Z[slot.index] > 0).sum(-1).float().mean(0)}
+
+    @torch.no_grad()
+    def relaxation(self, slot: Slot) -> Relaxation:
+        """The rows of the restart with the fewest wrong tokens."""
+        wrong: Tensor | None = slot.memory.get("wrong")
+        rows = self.Z[slot.index][0 if wrong is None else int(wrong.argmin())]  # (N, V)
+        smallest = torch.finfo(rows.dtype).tiny
+        return Relaxation(rows.clamp_min(smallest).log(), rows.new_ones(self.prompt_length))
 
     def configure_optimizers(self) -> Optimizer:
         """SGD with heavy momentum."""

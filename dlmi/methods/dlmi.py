@@ -26,6 +26,7 @@ from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.noise import gumbel_noise
 from dlmi.passes import RowNextEmbeds, StepLosses, target_pass
+from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy, temperature_law
 from dlmi.slots import Slot
 
@@ -183,6 +184,10 @@ class DLMI(Inverter):
         """Temperature and entropy of each position's noise-free row."""
         tau = self.tau(slot)
         return {"tau": tau, "entropy": row_entropy(self.Z[slot.index], tau)}
+
+    def relaxation(self, slot: Slot) -> Relaxation:
+        """Z, its temperatures, and the estimator's way to draw from them."""
+        return Relaxation(self.Z[slot.index], self.tau(slot), self.sampler.estimator)
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z and Phi jointly."""

@@ -21,6 +21,7 @@ from dlmi.estimators import EstimatorName, PromptSampler
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
+from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import annealed_temperature, row_entropy
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns
@@ -130,6 +131,10 @@ class GBDA(Inverter):
         """Temperature and entropy of each position's noise-free row."""
         tau = self.tau(slot)
         return {"tau": tau, "entropy": row_entropy(self.Z[slot.index], tau)}
+
+    def relaxation(self, slot: Slot) -> Relaxation:
+        """Z, its temperature, and the estimator's way to draw from them."""
+        return Relaxation(self.Z[slot.index], self.tau(slot), self.sampler.estimator)
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z."""

@@ -23,6 +23,7 @@ from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
+from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns
@@ -152,6 +153,11 @@ class REINFORCE(Inverter):
         """Entropy of each position's distribution."""
         logits: Tensor = self.Z[slot.index]
         return {"entropy": row_entropy(logits, logits.new_ones(()))}
+
+    def relaxation(self, slot: Slot) -> Relaxation:
+        """softmax(Z), which hard prompts are drawn from."""
+        logits: Tensor = self.Z[slot.index]
+        return Relaxation(logits, logits.new_ones(self.prompt_length))
 
     def configure_optimizers(self) -> Optimizer:
         """Adam on Z."""

@@ -22,6 +22,7 @@ from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
+from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
 from dlmi.soft_embedding import soft_embedding
@@ -184,6 +185,11 @@ class SODA(Inverter):
         """Entropy of each position's row."""
         logits: Tensor = self.Z[slot.index]
         return {"entropy": row_entropy(logits, logits.new_tensor(self.tau))}
+
+    def relaxation(self, slot: Slot) -> Relaxation:
+        """softmax(z / tau), without noise."""
+        logits: Tensor = self.Z[slot.index]
+        return Relaxation(logits, logits.new_full((len(logits),), self.tau))
 
     def configure_optimizers(self) -> Optimizer:
         """Adam as SODA has it."""

@@ -1,0 +1,182 @@
+"""The LCS matrix: every form that a prompt can take, under both decodes.
+
+An LCS says little unless it says of which prompt and under which decode. The headline is a discrete
+prompt under a free greedy decode (`best_so_far`, `free_greedy`). The DLMI authors' public code logs
+a Gumbel sample under teacher forcing, which can be far higher and is no prompt that one could type.
+Beside them stand the floors: what comes of no prompt, of random tokens, and of the target itself
+repeated.
+
+========================  ====================================================================
+form                      prompt
+========================  ====================================================================
+`best_so_far`             the best discrete prompt of the whole run of the target
+`argmax`                  the discrete prompt of the last step
+`softmax`                 softmax(Z / tau) E of the last step, without noise
+`gumbel_sample`           one sample of the last step, as the method trains on it
+`best_of_8_samples`       eight discrete prompts drawn from the last step's distribution; the best
+                          LCS of each decode
+`no_prompt`               BoS alone
+`random_prompt`           N random tokens
+`copy_prompt`             the target over and over, its end last
+========================  ====================================================================
+
+The decodes are `free_greedy`, where the LM reads its own tokens, and `teacher_forced`, where it
+reads the target's. These measurements are not charged to the target: they do not help to find it.
+
+Axes: R prompts, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.errors import InputError
+from dlmi.estimators import EstimatorName, PromptSampler
+from dlmi.evaluation import bos_prefix
+from dlmi.lm import FrozenLM
+from dlmi.metrics import lcs_ratio
+from dlmi.prefix import Prefix
+from dlmi.slots import Slot
+from dlmi.soft_embedding import sample_columns, soft_embedding
+
+# Form of the prompt -> decode -> LCS ratio.
+LCSMatrix = dict[str, dict[str, float]]
+
+HARD_SAMPLES = 8
+BEST_OF_SAMPLES = f"best_of_{HARD_SAMPLES}_samples"
+DECODES = ("free_greedy", "teacher_forced")
+FLOORS = ("no_prompt", "random_prompt", "copy_prompt")
+FORMS = ("best_so_far", "argmax", "softmax", "gumbel_sample", BEST_OF_SAMPLES, *FLOORS)
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The distributions over tokens that a slot stands for.
+
+    Attributes:
+        logits: (N, V).
+        tau: (N,).
+        estimator: How the method draws relaxed samples; None if it adds no Gumbel noise.
+    """
+
+    logits: Tensor
+    tau: Tensor
+    estimator: EstimatorName | None = None
+
+    def hard_columns(self, count: int, seed: int) -> Tensor:
+        """Discrete prompts as the method would draw them, (count, N).
+
+        The largest entry of a Gumbel sample does not depend on tau, that of a plain softmax does.
+        """
+        logits = self.logits if self.estimator else self.logits / self.tau[:, None]
+        return sample_columns(logits, count, seed)
+
+
+@torch.no_grad()
+def measure_forms(
+    lm: FrozenLM,
+    slot: Slot,
+    best_ids: Tensor,
+    last_ids: Tensor,
+    relaxation: Relaxation | None,
+    prompt_bos: bool,
+) -> LCSMatrix:
+    """The matrix of a slot as it stands.
+
+    Args:
+        lm: The model.
+        slot: Whose target it is.
+        best_ids: Its best discrete prompt, (N,).
+        last_ids: Its latest one, (N,).
+        relaxation: Its distributions; forms that need them are left out where there are none.
+        prompt_bos: Put BoS before each prompt.
+    """
+    target_ids = slot.target.ids
+    prompts = {
+        "best_so_far": lm.embed(best_ids)[None],
+        "argmax": lm.embed(last_ids)[None],
+        "random_prompt": lm.embed(_random_ids(lm, len(best_ids), slot))[None],
+        "copy_prompt": lm.embed(_copied_ids(target_ids, best_ids))[None],
+    }
+    if relaxation is not None:
+        prompts |= _relaxed_prompts(lm, relaxation, slot)
+    prefix = bos_prefix(lm) if prompt_bos else None
+    outputs = _decode(lm, torch.cat(list(prompts.values())), target_ids, prefix)
+    matrix: LCSMatrix = {}
+    for form, embeds in prompts.items():
+        mine, outputs = outputs[: len(embeds)], outputs[len(embeds) :]
+        matrix[form] = {
+            decode: max(lcs_ratio(target_ids, row[column]) for row in mine)
+            for column, decode in enumerate(DECODES)
+        }
+    if (after_bos := _after_bos(lm, target_ids)) is not None:
+        scores = [lcs_ratio(target_ids, output_ids) for output_ids in after_bos]
+        matrix["no_prompt"] = dict(zip(DECODES, scores, strict=True))
+    return {form: matrix[form] for form in FORMS if form in matrix}
+
+
+@torch.no_grad()
+def rank_one_rate(lm: FrozenLM, target_ids: Sequence[int]) -> float | None:
+    """Share of target tokens that rank first after BoS and the true tokens before them."""
+    after_bos = _after_bos(lm, target_ids)
+    if after_bos is None:
+        return None
+    pairs = zip(target_ids, after_bos[DECODES.index("teacher_forced")], strict=True)
+    return sum(wanted == got for wanted, got in pairs) / len(target_ids)
+
+
+def _relaxed_prompts(lm: FrozenLM, relaxation: Relaxation, slot: Slot) -> dict[str, Tensor]:
+    """Forms that are made from distributions, each (R, N, d) in the LM's dtype."""
+    logits, tau = [relaxation.logits], relaxation.tau[None]
+    matrix, seed = lm.prompt_embedding_matrix, slot.noise_seed("forms of the prompt")
+    columns = relaxation.hard_columns(HARD_SAMPLES, seed)
+    hard_ids = lm.prompt_token_ids.to(columns.device)[columns]
+    prompts = {
+        "softmax": soft_embedding(logits, tau, matrix)[0],
+        BEST_OF_SAMPLES: lm.embed(hard_ids),
+    }
+    if relaxation.estimator is not None:
+        sampler = PromptSampler(relaxation.estimator, num_samples=1)
+        prompts["gumbel_sample"] = sampler(logits, tau, matrix, [seed])[0]
+    return {form: embeds.to(lm.dtype) for form, embeds in prompts.items()}
+
+
+def _random_ids(lm: FrozenLM, length: int, slot: Slot) -> Tensor:
+    generator = torch.Generator().manual_seed(slot.noise_key)
+    picks = torch.randint(len(lm.prompt_token_ids), (length,), generator=generator)
+    return lm.prompt_token_ids.cpu()[picks].to(lm.device)
+
+
+def _copied_ids(target_ids: Sequence[int], like: Tensor) -> Tensor:
+    """The end of the target repeated for ever, as long as another prompt."""
+    copies = -(-len(like) // len(target_ids))
+    return like.new_tensor([*target_ids] * copies)[-len(like) :]
+
+
+def _after_bos(lm: FrozenLM, target_ids: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """What the LM says with no prompt, under each decode; None where it has no BoS."""
+    try:
+        bos_ids = torch.tensor([[lm.bos_id]], device=lm.device)
+    except InputError:
+        return None
+    return _decode(lm, lm.embed(bos_ids), target_ids, None)[0]
+
+
+def _decode(
+    lm: FrozenLM, embeds: Tensor, target_ids: Sequence[int], prefix: Prefix | None
+) -> list[tuple[list[int], list[int]]]:
+    """What the LM says to each prompt under each of `DECODES`: (R, N, d) to R pairs."""
+    wanted = torch.tensor([target_ids], device=lm.device)
+    outputs: list[tuple[list[int], list[int]]] = []
+
+    def work(rows: slice) -> None:
+        part = embeds[rows]
+        logits, greedy_ids = lm.forced_and_greedy(part, wanted.expand(len(part), -1), prefix)
+        forced_ids = logits.argmax(-1)
+        outputs.extend(zip(greedy_ids.tolist(), forced_ids.tolist(), strict=True))
+
+    tokens = embeds.shape[1] + len(target_ids) - 1
+    lm.rows_per_pass.run(lm, len(embeds), tokens, len(target_ids), work)
+    return outputs

@@ -1,0 +1,1 @@
+"""Figures, tables and one page to read, from result files alone: no LM is needed."""
