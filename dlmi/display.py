@@ -34,6 +34,18 @@ def _visible_character(character: str) -> str:
     return character
 
 
+def clock(seconds: float) -> str:
+    """A duration.
+
+    >>> clock(3725), clock(200000)
+    ('1:02:05', '2 d 7 h')
+    """
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days} d {hour} h" if days else f"{hour}:{minute:02}:{second:02}"
+
+
 def token_texts(lm: FrozenLM, ids: Sequence[int]) -> list[str]:
     """The text of each token alone, visible."""
     return [visible(lm.decode([token_id])) for token_id in ids]

@@ -9,6 +9,16 @@ class InputError(ValueError):
     """
 
 
+def input_error_behind(error: BaseException) -> InputError:
+    """The user's mistake behind an error (jsonargparse wraps it); any other error is raised."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InputError):
+            return cause
+        cause = cause.__cause__
+    raise error
+
+
 def check_at_least_one(section: str, **values: int) -> None:
     """Raise `InputError` for the first value below 1; `section` is `model` or `data`."""
     for name, value in values.items():

@@ -5,9 +5,9 @@ It owns the slots' parameters and nothing else; the LM belongs to the data modul
 flight, and a slot whose target is solved, or whose budget is spent, reports its row and takes the
 next target at once.
 
-A method fills four holes: which tensors a slot has (`parameter_shapes`), how they start
-(`initialise`), the loss of each slot (`losses`), and the discrete prompt that they stand for
-(`prompt_ids`). The discrete prompt is what is measured, always.
+A method fills five holes: which tensors a slot has (`parameter_shapes`), how they start
+(`initialise`), the loss of each slot (`losses`), what that costs (`token_passes_per_step`), and the
+discrete prompt that they stand for (`prompt_ids`). The discrete prompt is what is measured, always.
 
 Axes: B slots in flight, N prompt tokens, M target tokens.
 """
@@ -28,6 +28,7 @@ from dlmi.checks import check_run
 from dlmi.compiled import CompileDecision
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, check_at_least_one
+from dlmi.identity import check_checkpoint, check_row
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
@@ -94,6 +95,10 @@ class Inverter(LightningModule, ABC):
         """One loss per slot, to be descended; charges the slots for the passes it makes."""
 
     @abstractmethod
+    def token_passes_per_step(self, target_length: int) -> int:
+        """What one step costs a target of that many tokens, at most."""
+
+    @abstractmethod
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The discrete prompts that the slots stand for now, (B, N)."""
 
@@ -147,6 +152,11 @@ class Inverter(LightningModule, ABC):
         columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
         return self.lm.prompt_token_ids.to(columns.device)[columns]
 
+    def check_own(self, row: Inversion) -> None:
+        """Raise `InputError` unless a row could have come from this very run."""
+        columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
+        check_row(row, type(self).__name__, self._settings(), **columns)
+
     def forget_moments(self, slot: Slot) -> None:
         """Let the optimiser start anew on a slot's tensors, as for a new target."""
         for name in self.parameter_shapes():
@@ -159,6 +169,10 @@ class Inverter(LightningModule, ABC):
         """Refuse what would couple the slots or break the budget; forget an earlier fit."""
         check_run(self.trainer, self.data, self)
         self.slots, self.finished, self._finished_ids = [], [], set()
+        self._environment = {
+            **describe_environment(self.lm),
+            "target_set": fingerprint_targets(self.data.targets),
+        }
         self._compile = CompileDecision(self.data.compile)
         self.stop_requested = False
 
@@ -174,10 +188,6 @@ class Inverter(LightningModule, ABC):
 
     def on_train_start(self) -> None:
         """Fill the slots: from the checkpoint where there is one, then from the queue."""
-        self._environment = {
-            **describe_environment(self.lm),
-            "target_set": fingerprint_targets(self.data.targets),
-        }
         by_id = {target.id: target for target in self.data.targets}
         for callback in self._inversion_callbacks():
             self.finished += callback.earlier_rows()
@@ -243,13 +253,7 @@ class Inverter(LightningModule, ABC):
         saved = checkpoint.get("inversion")
         if saved is None:
             raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
-        for name, value in self._identity().items():
-            if saved["identity"].get(name) != value:
-                raise InputError(
-                    f"Expected `ckpt_path` to come from a run with {name} = {value!r}, but it was "
-                    f"made with {saved['identity'].get(name)!r}. Resume with the run's own "
-                    "config.yaml, or start anew without `ckpt_path`."
-                )
+        check_checkpoint(saved["identity"], self._identity())
         self._restored = saved
 
     # ---- the life of a slot

@@ -22,6 +22,7 @@ from dlmi.compiled import CompiledPass
 from dlmi.errors import InputError
 from dlmi.interface import check_invertible, read_embedding_matrix
 from dlmi.memory import RowsPerPass
+from dlmi.metrics import perplexity
 from dlmi.prefix import Prefix, make_cache, read_layers
 
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
@@ -290,7 +291,7 @@ class FrozenLM:
         if len(ids) < 2:
             return None
         log_probs = self.token_log_probs(torch.tensor([list(ids)], device=self.device))
-        return float(log_probs.mean().neg().exp())
+        return perplexity(log_probs)
 
     def fingerprint(self) -> str:
         """A short hash over the head of every weight: tells models apart, costs no time."""

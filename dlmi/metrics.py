@@ -1,9 +1,10 @@
 """How close an output came to its target, and what the prompt shares with it.
 
-Each measure is a plain function of token ids; `LCSRatio` and `ExactRate` average it over targets
-as torchmetrics Metrics, so that they are right across ranks.
+Each measure is a plain function of token ids or log-probabilities; the torchmetrics Metrics below
+average it over targets, so that it is right across ranks.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -85,6 +86,15 @@ def target_hit_ratio(prompt_ids: Sequence[int], target_ids: Sequence[int]) -> fl
     return len(members & set(prompt_ids)) / len(members)
 
 
+def perplexity(log_probs: Tensor) -> float:
+    """Exp of the mean negative log-likelihood of tokens.
+
+    >>> perplexity(torch.tensor([0.25, 0.25]).log())
+    4.0
+    """
+    return float(log_probs.mean().neg().exp())
+
+
 class _MeanOverTargets(Metric):
     """Average of one number per target."""
 
@@ -136,3 +146,58 @@ class ExactRate(_MeanOverTargets):
     def update(self, target_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Add one target and what was said."""
         self._add(float(list(target_ids) == list(output_ids)))
+
+
+class OverlapRatio(_MeanOverTargets):
+    """Mean share of prompt positions that hold some token of the target.
+
+    >>> metric = OverlapRatio()
+    >>> metric.update([5, 5, 7, 8], [5, 6])
+    >>> metric.update([1, 2], [3])
+    >>> metric.compute()
+    tensor(0.2500)
+    """
+
+    higher_is_better = False
+
+    def update(self, prompt_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Add one prompt and its target."""
+        self._add(overlap_ratio(prompt_ids, target_ids))
+
+
+class TargetHitRatio(_MeanOverTargets):
+    """Mean share of a target's distinct tokens that occur in its prompt.
+
+    >>> metric = TargetHitRatio()
+    >>> metric.update([5, 5, 7, 8], [5, 6])
+    >>> metric.update([1, 2], [3])
+    >>> metric.compute()
+    tensor(0.2500)
+    """
+
+    higher_is_better = False
+
+    def update(self, prompt_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Add one prompt and its target."""
+        self._add(target_hit_ratio(prompt_ids, target_ids))
+
+
+class PromptPerplexity(_MeanOverTargets):
+    """Geometric mean of perplexities: that of random tokens spans orders of magnitude.
+
+    >>> metric = PromptPerplexity()
+    >>> metric.update(10.0)
+    >>> metric.update(1000.0)
+    >>> metric.compute()
+    tensor(100.)
+    """
+
+    higher_is_better = False
+
+    def update(self, prompt_perplexity: float) -> None:
+        """Add the perplexity of one prompt."""
+        self._add(math.log(prompt_perplexity))
+
+    def compute(self) -> Tensor:
+        """The geometric mean so far."""
+        return (self.total / self.count).exp().float()

@@ -254,6 +254,15 @@ def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
     scratch.replace(path)
 
 
+def count_finished(path: Path) -> int:
+    """How many whole rows of targets that are done with a results file holds, if it exists."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is cut off
+    except OSError:
+        return 0
+    return sum(b'"stop_reason": "interrupted"' not in line for line in lines)
+
+
 def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
     """All rows of a results file.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -207,6 +208,29 @@ def test_rows_verify(make_method, data, fit):
         costs = [point.token_passes for point in row.trace]
         assert costs == sorted(costs)
         assert costs[-1] == row.forward_tokens + row.backward_tokens
+
+
+class StepCost(Callback):
+    """Token passes of the slots at the end of each step."""
+
+    def __init__(self):
+        self.totals = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.totals.append([slot.token_passes for slot in pl_module.active])
+
+
+def test_a_step_costs_what_the_method_says(make_method, data, fit):
+    """At most, where candidates share what they read; to the token elsewhere."""
+    method, cost = make_method(steps=3, eval_every=100), StepCost()
+    fit(method, data(per_k=1), callbacks=[cost])
+    expected = method.token_passes_per_step(4)
+    for before, after in itertools.pairwise(cost.totals[:2]):
+        for first, second in zip(before, after, strict=True):
+            if type(method).__name__ == "GCG":
+                assert 0.5 * expected < second - first <= expected
+            else:
+                assert second - first == expected
 
 
 def test_noise_depends_on_seed_and_target_alone(data):

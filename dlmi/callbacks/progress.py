@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from dlmi.callbacks.base import InversionCallback
-from dlmi.display import marked_output, summary_table, visible
+from dlmi.display import clock, marked_output, summary_table, visible
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -131,16 +131,9 @@ class InversionProgress(InversionCallback, ProgressBar):
             if module.finished
             else "-"
         )
-        left = _clock(self._left(module) / self._shares * elapsed) if self._shares else "?"
+        left = clock(self._left(module) / self._shares * elapsed) if self._shares else "?"
         return (
             f"{finished}/{len(module.data.targets)} targets · "
             f"{self._steps / elapsed:.2f} steps/s · mean LCS {mean} · in flight {best} · "
             f"at most {left} left"
         )
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return f"{days} d {hour} h" if days else f"{hour}:{minute:02}:{second:02}"

@@ -1,7 +1,8 @@
 """Writes `results.jsonl`: every finished row is on the disk before its slot is reused."""
 
+import fcntl
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -25,23 +26,32 @@ def refuse_used_folder(folder: Path) -> None:
 class ResultWriter(InversionCallback):
     """One JSON line per target in the run's folder.
 
-    On resume the rows that are there count as finished, even those written after the checkpoint;
-    only rows of interrupted targets, which go on now, are taken out.
+    When a run goes on, the rows that are there count as finished, even those written after the
+    checkpoint; only rows of interrupted targets, which go on now, are taken out.
+
+    Attributes:
+        path: The file.
+        continues: Whether the run goes on in a folder that holds rows; a resumed one always does.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
+        self.continues = False
         self._earlier_rows: list[Inversion] = []
+        self._lock: IO[bytes] | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
         """Find the file; keep what an earlier part of this run finished."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._lock = _lock(folder)
         self.path = folder / "results.jsonl"
         if not self.path.exists():
             return
-        if trainer.ckpt_path is None:
+        if trainer.ckpt_path is None and not self.continues:
             refuse_used_folder(folder)
         rows = read_rows(self.path, tolerate_cut=True)
+        for row in rows:
+            pl_module.check_own(row)
         self._earlier_rows = [row for row in rows if row.stop_reason != "interrupted"]
         rewrite_rows(self.path, self._earlier_rows)
 
@@ -53,5 +63,25 @@ class ResultWriter(InversionCallback):
         """Append the row and sync it to the disk."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         append_row(self.path, row)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """Keep other processes out of a run's folder; the system lets go when this one ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise InputError(
+            f"Expected a run folder of its own, but another process is writing to {folder}. Wait "
+            "for it to end, or choose another folder."
+        ) from error
+    return lock

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.display import escape_markdown, marked_markdown, token_texts
-from dlmi.metrics import ExactRate, LCSRatio
+from dlmi.metrics import ExactRate, LCSRatio, OverlapRatio, PromptPerplexity
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -33,6 +33,8 @@ class TensorBoardDetails(InversionCallback):
         self._evaluations = 0
         self._lcs = LCSRatio()
         self._exact = ExactRate()
+        self._overlap = OverlapRatio()
+        self._perplexity = PromptPerplexity()
 
     def on_before_optimizer_step(  # type: ignore[override]
         self, trainer: Trainer, pl_module: "Inverter", optimizer: Optimizer
@@ -77,10 +79,17 @@ class TensorBoardDetails(InversionCallback):
         for done in module.finished[int(self._lcs.count) :]:
             self._lcs.update(done.target_ids, done.output_ids)
             self._exact.update(done.target_ids, done.output_ids)
+            self._overlap.update(done.prompt_ids, done.target_ids)
+            if done.prompt_perplexity is not None:
+                self._perplexity.update(done.prompt_perplexity)
         if board := _board(trainer):
             count = int(self._lcs.count)
             board.add_scalar("finished/mean_lcs", float(self._lcs.compute()), count)
             board.add_scalar("finished/exact_rate", float(self._exact.compute()), count)
+            board.add_scalar("finished/mean_overlap", float(self._overlap.compute()), count)
+            if self._perplexity.count:
+                mean = float(self._perplexity.compute())
+                board.add_scalar("finished/mean_prompt_perplexity", mean, count)
             board.add_scalar("finished/lcs", row.lcs, count)
             board.add_scalar("finished/steps", row.steps, count)
 

@@ -206,6 +206,10 @@ class ADC(Inverter):
                 slot.memory["best_loss"] = loss
                 slot.memory["best_ids"] = token_ids[row, best]
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """Each restart's rows forward and backward, its discrete prompt forward."""
+        return 3 * self.restarts * (self.prompt_length + target_length - 1)
+
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The best discrete prompts so far; before the first step, the first restart's, (B, N)."""
         rows = []

@@ -114,6 +114,10 @@ class GBDA(Inverter):
         )
         return StepLosses(losses.mean(dim=1), output_ids[:, 0])
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """S relaxed prompts, forward and backward."""
+        return 2 * self.sampler.num_samples * (self.prompt_length + target_length - 1)
+
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The largest logit of each position, (B, N)."""
         return self.argmax_prompt_ids(slots)

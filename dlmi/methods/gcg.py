@@ -189,6 +189,11 @@ class GCG(Inverter):
         )
         return StepLosses(losses[:, 0], output_ids[:, 0])
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """The prompt forward and backward, what candidates share, and the candidates in full."""
+        read = self.prompt_length + target_length - 1
+        return 2 * read + self.prompt_length + self.search_width * read
+
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The current prompts, (B, N)."""
         return self.argmax_prompt_ids(slots)

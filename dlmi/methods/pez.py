@@ -100,6 +100,10 @@ class PEZ(Inverter):
         )
         return StepLosses(losses[:, 0], output_ids[:, 0])
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """One prompt, forward and backward."""
+        return 2 * (self.prompt_length + target_length - 1)
+
     @torch.no_grad()
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The nearest tokens, (B, N)."""

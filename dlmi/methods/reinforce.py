@@ -144,6 +144,10 @@ class REINFORCE(Inverter):
             slot.memory["average"] = self.ema_decay * average + (1 - self.ema_decay) * newest
         return score_function_surrogate(losses, log_probs, self.baseline, average)
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """S hard prompts, forward."""
+        return self.num_samples * (self.prompt_length + target_length - 1)
+
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The most probable token of each position, (B, N)."""
         return self.argmax_prompt_ids(slots)

@@ -172,6 +172,10 @@ class SODA(Inverter):
         self.Z[slot.index].normal_(std=0.1, generator=slot.generator)
         self.forget_moments(slot)
 
+    def token_passes_per_step(self, target_length: int) -> int:
+        """The relaxed prompt forward and backward, the discrete one forward."""
+        return 3 * (self.prompt_length + target_length - 1)
+
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The argmax of z; where the check has just passed, the prompt that passed it, (B, N)."""
         latest = self.argmax_prompt_ids(slots)

@@ -18,6 +18,8 @@ Axis = Literal["step", "token_passes", "seconds"]
 
 # Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
 CELL_FILE = "cell.json"
+# And this in place of results, or beside some of them, where a cell came to grief.
+FAILURE_FILE = "failure.json"
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
@@ -182,7 +184,7 @@ def _read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]]
 
 
 def _failed_cells(path: Path) -> Iterator[str]:
-    for file in sorted(path.rglob("failure.json")) if path.is_dir() else []:
+    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
         try:
             yield f"{file.parent}: failed ({json.loads(file.read_text(encoding='utf-8'))['error']})"
         except (OSError, ValueError, KeyError, TypeError):

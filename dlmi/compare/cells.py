@@ -1,0 +1,138 @@
+"""A cell on disk and at work: an ordinary `fit` in a process of its own."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlmi.compare.grid import Cell, Grid, as_yaml
+from dlmi.errors import InputError
+from dlmi.report.loading import CELL_FILE, FAILURE_FILE
+from dlmi.results import count_finished
+
+_POLL_SECONDS = 0.2
+
+
+class CellRun:
+    """One cell of a comparison and its folder.
+
+    Args:
+        grid: The comparison.
+        cell: Which of its runs.
+    """
+
+    def __init__(self, grid: Grid, cell: Cell) -> None:
+        self.cell = cell
+        self.root = Path(grid.out)
+        self.folder = self.root / cell.name
+        self._record: dict[str, Any] = {
+            "label": cell.label,
+            "axis": grid.axis,
+            "budgets": grid.budgets,
+            "settings": cell.settings,
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise `InputError` if the folder holds this cell with other settings."""
+        stored = self._stored()
+        if stored is None:
+            return
+        for section in ("model", "data"):
+            before, now = (_flat(record["settings"][section]) for record in (stored, self._record))
+            for name in sorted({*before, *now}):
+                if before.get(name) != now.get(name):
+                    raise InputError(
+                        f"Expected the grid to be the one that {self.root} was begun with, but "
+                        f"{self.cell.name} was run with {section}.{name} = {before.get(name)!r} "
+                        f"and is now to be run with {now.get(name)!r}. Choose another `out`."
+                    )
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took; None unless it is done."""
+        stored = self._stored()
+        return None if stored is None else stored.get("seconds")
+
+    @property
+    def finished_rows(self) -> int:
+        """Targets that are done with."""
+        return count_finished(self.folder / "results.jsonl")
+
+    def run(self, tick: Callable[[], None]) -> str | None:
+        """Run it to its end, or on from where it was; the error that ended it, if one did.
+
+        Args:
+            tick: Called a few times a second.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / FAILURE_FILE).unlink(missing_ok=True)
+        self._store(self._record)
+        overrides = self.folder / "cell.yaml"
+        overrides.write_text(as_yaml(self.cell.overrides), encoding="utf-8")
+        logger = "--trainer.logger.init_args"
+        command = [sys.executable, "-m", "dlmi", "fit", "--config", str(self.cell.config)]
+        command += ["--config", str(overrides), "--continue_run", "true"]
+        command += [f"{logger}.save_dir", str(self.root.parent), f"{logger}.name", self.root.name]
+        command += [f"{logger}.version", self.cell.name]
+        began = time.monotonic()
+        log = self.folder / "log.txt"
+        with log.open("ab") as screen:
+            # A session of its own: Ctrl-C comes from here, once, or it would stop without saving.
+            process = subprocess.Popen(
+                command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            exit_code = _wait(process, tick)
+        if exit_code == 0:
+            self._store({**self._record, "seconds": time.monotonic() - began})
+            return None
+        error = _last_line(log) or f"ended with exit code {exit_code} and said nothing"
+        failure = {"error": error, "exit_code": exit_code, "log": str(log)}
+        (self.folder / FAILURE_FILE).write_text(json.dumps(failure) + "\n", encoding="utf-8")
+        return error
+
+    def _stored(self) -> dict[str, Any] | None:
+        try:
+            stored: dict[str, Any] = json.loads((self.folder / CELL_FILE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return stored
+
+    def _store(self, record: dict[str, Any]) -> None:
+        (self.folder / CELL_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
+    """Wait for a cell; Ctrl-C and SIGTERM reach it, and it gets the time to save itself."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        while (exit_code := process.poll()) is None:
+            tick()
+            time.sleep(_POLL_SECONDS)
+        return exit_code
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("dlmi: error: ") if lines else ""
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    arguments = settings.get("init_args", {})
+    return {**{k: v for k, v in settings.items() if k != "init_args"}, **arguments}

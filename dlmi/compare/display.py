@@ -1,0 +1,147 @@
+"""What a comparison shows of itself: its plan, and how far it is."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from dlmi.compare.cells import CellRun
+from dlmi.compare.grid import Grid
+from dlmi.display import clock
+
+_LOG_SECONDS = 60.0
+
+
+@dataclass
+class _Cost:
+    """Of some cells: how many, what of them is done with, and at which speed."""
+
+    cells: int
+    done: int
+    token_passes: float
+    done_passes: float
+    speed: float | None
+
+    @classmethod
+    def of(cls, runs: Sequence[CellRun]) -> "_Cost":
+        """As it stands on disk."""
+        done = [run for run in runs if run.seconds is not None]
+        passes = sum(run.cell.token_passes or 0 for run in done)
+        seconds = sum(run.seconds or 0 for run in done)
+        partly = sum(_share(run) * (run.cell.token_passes or 0) for run in runs if run not in done)
+        return cls(
+            cells=len(runs),
+            done=len(done),
+            token_passes=sum(run.cell.token_passes or 0 for run in runs),
+            done_passes=passes + partly,
+            speed=passes / seconds if seconds and passes else None,
+        )
+
+
+def _share(run: CellRun) -> float:
+    return min(run.finished_rows / run.cell.targets, 1.0) if run.cell.targets else 0.0
+
+
+class GridDisplay:
+    """A bar for the whole grid on a terminal, lines elsewhere; time left by cost."""
+
+    def __init__(self, grid: Grid, runs: Sequence[CellRun]) -> None:
+        self.console = Console()
+        self._runs = runs
+        self._out = grid.out
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=self.console, transient=True)
+        self._current = ""
+        self._began = self._last_line = time.monotonic()
+        self._at_start = _Cost.of(runs)
+        self._task: Any = None
+
+    def __enter__(self) -> "GridDisplay":
+        start = self._at_start
+        self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
+        if self.console.is_terminal:
+            self._task = self._bar.add_task("", total=start.token_passes or 1)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.console.is_terminal:
+            self._bar.stop()
+
+    def begin(self, number: int, run: CellRun) -> None:
+        """A cell starts."""
+        self._current = f"{number}/{len(self._runs)} {run.cell.name}"
+        self.tick()
+
+    def tick(self) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        if self.console.is_terminal:
+            cost = _Cost.of(self._runs)
+            self._bar.update(
+                self._task, completed=cost.done_passes, description=self._line(cost, now)
+            )
+        elif now - self._last_line > _LOG_SECONDS:
+            self._last_line = now
+            self._say(self._line(_Cost.of(self._runs), now))
+
+    def end(self, run: CellRun, error: str | None) -> None:
+        """A cell is over; `error` says why if it failed."""
+        if error is not None:
+            self._say(f"{run.cell.name}: failed: {error}")
+        else:
+            self._say(f"{run.cell.name}: {run.finished_rows} rows in {clock(run.seconds or 0)}")
+
+    def _line(self, cost: _Cost, now: float) -> str:
+        """Time left from this session's own speed, as soon as it has finished some rows."""
+        fresh = cost.done_passes - self._at_start.done_passes
+        left = cost.token_passes - cost.done_passes
+        speed = fresh / (now - self._began) if fresh else cost.speed
+        at_most = f"at most {clock(left / speed)} left" if speed else "time left not known yet"
+        return f"{self._current} · {cost.done}/{cost.cells} cells done · {at_most}"
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None:
+    """All cells with what they cost, and the sum.
+
+    Args:
+        grid: The comparison.
+        runs: Its cells.
+        speed: Token passes per second; None for that of the cells that are done.
+    """
+    cost = _Cost.of(runs)
+    speed = speed or cost.speed
+    print(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
+    table = Table()
+    table.add_column("run", overflow="fold")
+    for name in ("seeds", "targets", "token passes at most", "hours", "done"):
+        table.add_column(name, justify="right")
+    for place in dict.fromkeys(run.cell.place for run in runs):
+        here = [run for run in runs if run.cell.place == place]
+        part, targets = _Cost.of(here), here[0].cell.targets
+        table.add_row(
+            place,
+            str(part.cells),
+            "?" if targets is None else str(targets),
+            f"{part.token_passes:,}" if part.token_passes else "?",
+            f"{part.token_passes / speed / 3600:.2f}" if part.token_passes and speed else "?",
+            f"{part.done_passes / part.token_passes:.0%}" if part.token_passes else str(part.done),
+        )
+    screen = Console()
+    screen.print(table)
+    left = cost.token_passes - cost.done_passes
+    budgets = ", ".join(f"{budget:,}" for budget in grid.budgets)
+    unit = "steps" if grid.axis == "step" else "token passes"
+    print(f"budgets: {budgets} {unit} per target, all read from the traces of the longest")
+    print(f"{cost.token_passes:,} token passes at most in all, {left:,.0f} of them left")
+    if speed:
+        print(f"at {speed:,.0f} token passes per second: {left / speed / 3600:.1f} hours left")
+    else:
+        print("hours: give `--speed`, or run a cell; `python -m dlmi bench` measures it")

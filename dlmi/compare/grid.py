@@ -1,0 +1,233 @@
+"""The grid: what a comparison consists of, cell by cell, checked before anything runs."""
+
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlmi.errors import InputError, check_at_least_one
+from dlmi.fit import plan_fit
+from dlmi.inverter import Inverter
+from dlmi.report.loading import Axis
+
+# What the grid itself sets in every cell.
+_GRID_SETTINGS = ("prompt_length", "steps", "token_budget", "seed")
+_NO_STEP_LIMIT = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """One method of a grid.
+
+    Args:
+        config: Its configuration file, relative to the grid's own.
+        model: Settings of the method that differ from that file.
+    """
+
+    config: str
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A comparison.
+
+    Args:
+        out: Folder of the comparison; each cell is a run folder in it.
+        methods: The methods by the names that figures and tables call them.
+        prompt_lengths: Prompt lengths, N.
+        steps: Budgets in steps. The largest is run; the others are read from its traces.
+        token_budgets: Budgets in token passes through the LM per target, in place of `steps`.
+        seeds: Seeds of the runs; the targets are the same for all of them.
+        data: Settings of the targets and the LM, as in `fit`.
+        models: Language models by name, each with the settings of `data` that it changes. Empty
+            for the one of `data`.
+        trainer: Settings of the trainer, as in `fit`.
+        eval_every: Steps between two evaluations, for all methods; each method's own if not given.
+    """
+
+    out: str
+    methods: dict[str, MethodSpec]
+    prompt_lengths: list[int]
+    steps: list[int] | None = None
+    token_budgets: list[int] | None = None
+    seeds: list[int] = field(default_factory=lambda: [0])
+    data: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    eval_every: int | None = None
+
+    @property
+    def axis(self) -> Axis:
+        """What budgets are counted in."""
+        return "step" if self.token_budgets is None else "token_passes"
+
+    @property
+    def budgets(self) -> list[int]:
+        """Ascending."""
+        return sorted(self.steps or self.token_budgets or [])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid.
+
+    Attributes:
+        place: Which of its runs it is, but for the seed.
+        seed: The seed.
+        label: The method's name in the grid.
+        config: The method's configuration file.
+        overrides: What the grid changes in it.
+        settings: Everything, as `fit` will see it.
+        targets: How many it inverts; None where only the run will know.
+        token_passes: What it costs at most; None likewise.
+    """
+
+    place: str
+    seed: int
+    label: str
+    config: Path
+    overrides: dict[str, Any]
+    settings: dict[str, Any]
+    targets: int | None
+    token_passes: int | None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.place}-seed{self.seed}"
+
+
+def plan(grid: Grid, beside: Path) -> list[Cell]:
+    """All cells, the first seed's first, so that an unfinished comparison compares something.
+
+    Args:
+        grid: The comparison.
+        beside: Folder that the methods' configuration files are relative to.
+
+    Raises:
+        InputError: For a grid that cannot run, before any of it does.
+    """
+    _check(grid)
+    cells: dict[str, Cell] = {}
+    for model_name, length, label in _places(grid):
+        cell = _cell(grid, beside, model_name, length, label)
+        if cell.place in cells:
+            raise InputError(
+                f"Expected the names of the grid to make different folders, but "
+                f"{cells[cell.place].label!r} and {label!r} both make {cell.place}."
+            )
+        cells[cell.place] = cell
+    return [_with_seed(cell, seed) for seed in grid.seeds for cell in cells.values()]
+
+
+def _check(grid: Grid) -> None:
+    for name in ("methods", "prompt_lengths", "seeds"):
+        if not getattr(grid, name):
+            raise InputError(f"Expected `{name}` to hold at least one entry, but it is empty.")
+    if (grid.steps is None) == (grid.token_budgets is None) or not grid.budgets:
+        raise InputError(
+            "Expected either `steps` or `token_budgets` to hold the budgets of the grid, but got "
+            f"{grid.steps} and {grid.token_budgets}."
+        )
+    check_at_least_one("budgets", smallest=grid.budgets[0])
+    for name in ("seeds", "prompt_lengths"):
+        values = getattr(grid, name)
+        if len(set(values)) < len(values):
+            raise InputError(f"Expected `{name}` to differ, but got {values}.")
+    for label, spec in grid.methods.items():
+        for name in _GRID_SETTINGS:
+            if name in spec.model:
+                raise InputError(
+                    f"Expected `methods.{label}.model` to leave `{name}` to the grid, but it sets "
+                    f"it to {spec.model[name]!r}."
+                )
+
+
+def _places(grid: Grid) -> Iterator[tuple[str | None, int, str]]:
+    names: list[str | None] = [*grid.models] or [None]
+    for model_name in names:
+        for length in grid.prompt_lengths:
+            for label in grid.methods:
+                yield model_name, length, label
+
+
+def _with_seed(cell: Cell, seed: int) -> Cell:
+    settings = copy.deepcopy(cell.settings)
+    settings["model"]["init_args"]["seed"] = seed
+    overrides = {**cell.overrides, "seed_everything": seed}
+    return dataclasses.replace(cell, seed=seed, settings=settings, overrides=overrides)
+
+
+def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: str) -> Cell:
+    """With the first seed; parsing takes a moment, and the other seeds differ in nothing else."""
+    spec = grid.methods[label]
+    config = beside / spec.config
+    if not config.is_file():
+        raise InputError(
+            f"Expected `methods.{label}.config` to be a configuration file, but {config} is not."
+        )
+    most = grid.budgets[-1]
+    budget = (
+        {"steps": most} if grid.axis == "step" else {"steps": _NO_STEP_LIMIT, "token_budget": most}
+    )
+    every = {} if grid.eval_every is None else {"eval_every": grid.eval_every}
+    overrides: dict[str, Any] = {
+        "seed_everything": grid.seeds[0],
+        "model": {"init_args": {**every, **spec.model, "prompt_length": length, **budget}},
+        "data": {**grid.data, **(grid.models[model_name] if model_name else {})},
+        "trainer": grid.trainer,
+    }
+    try:
+        settings, method = plan_fit(config, overrides)
+    except InputError as error:
+        raise InputError(f"Expected `methods.{label}` to be a run of `fit`: {error}") from error
+    targets = _count_targets(settings["data"])
+    per_target = _cost(grid, method, settings["data"]["target_length"])
+    parts = [model_name, label, f"N{length}"]
+    return Cell(
+        place="-".join(re.sub(r"[^\w.+-]+", "_", part).strip("_") for part in parts if part),
+        seed=grid.seeds[0],
+        label=label,
+        config=config,
+        overrides=overrides,
+        settings=_plain(settings),
+        targets=targets,
+        token_passes=None if targets is None else targets * per_target,
+    )
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """What decides the rows of a cell, as JSON has it."""
+    model, data = settings["model"], dict(settings["data"])
+    data.pop("__path__", None)  # jsonargparse's note of the file that it came from
+    plain: dict[str, Any] = json.loads(json.dumps({"model": model, "data": data}))
+    return plain
+
+
+def _cost(grid: Grid, method: Inverter, target_length: int) -> int:
+    """Token passes of one target that is never solved, evaluations included."""
+    if grid.token_budgets is not None:
+        return grid.budgets[-1]
+    steps = grid.budgets[-1]
+    evaluation = method.prompt_length + 2 * target_length
+    evaluations = 1 + steps // method.eval_every
+    return steps * method.token_passes_per_step(target_length) + evaluations * evaluation
+
+
+def _count_targets(data: dict[str, Any]) -> int | None:
+    if data["texts"] is not None:
+        return len(data["texts"])
+    return None if data["targets_file"] is not None else len(data["k"]) * data["per_k"]
+
+
+def as_yaml(overrides: dict[str, Any]) -> str:
+    """What a cell changes in its method's configuration, as a file for `fit`."""
+    text: str = yaml.safe_dump(overrides, sort_keys=False)
+    return text

@@ -1,0 +1,226 @@
+"""`fit` through LightningCLI: any method, any setting, resumed or anew."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+# lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot mend that.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+from jsonargparse import lazy_instance  # type: ignore[attr-defined]
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import dlmi.methods
+from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
+from dlmi.callbacks.results import refuse_used_folder
+from dlmi.checks import check_run
+from dlmi.data import TargetDataModule
+from dlmi.errors import InputError, input_error_behind
+from dlmi.inverter import Inverter
+from dlmi.version import __version__
+
+
+def fit_command(arguments: list[str]) -> int:
+    """`python -m dlmi fit`: invert a queue of targets."""
+    usage = {"fit": {"usage": "python -m dlmi fit --config FILE [options]"}}
+    cli = InversionCLI(
+        Inverter,
+        TargetDataModule,
+        parser_kwargs=usage,
+        args=["fit", *arguments],
+        **_cli_options(),
+    )
+    return 130 if cli.model.stop_requested else 0
+
+
+def _cli_options() -> dict[str, Any]:
+    return {
+        "subclass_mode_model": True,
+        "auto_configure_optimizers": False,
+        "seed_everything_default": 0,
+        "save_config_callback": RunConfig,
+        "trainer_defaults": {
+            "max_epochs": -1,
+            "enable_model_summary": False,
+            "log_every_n_steps": 10,
+            "logger": lazy_instance(
+                TensorBoardLogger,
+                save_dir=".",
+                name="lightning_logs",
+                default_hp_metric=False,
+            ),
+            "callbacks": [ResultWriter(), TensorBoardDetails(), InversionProgress()],
+        },
+    }
+
+
+class RunConfig(SaveConfigCallback):
+    """`config.yaml` of the run's folder; a resumed run keeps the one it began with."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Save once."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if not (self.config.continue_run and (folder / self.config_filename).exists()):
+            super().setup(trainer, pl_module, stage)
+
+
+class OneLineParser(LightningArgumentParser):
+    """A parser whose errors are one line, not a screen of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise it."""
+        raise InputError(_clearer(message))
+
+
+def _clearer(message: str) -> str:
+    """Jsonargparse's message, with the way out where it leaves one open."""
+    methods = ", ".join(dlmi.methods.__all__)
+    # A mistake inside `model` comes wrapped in a list of all that was tried.
+    if tried := [e for e in re.findall(r"^ *- (.*)$", message, re.M) if "NoneType" not in e]:
+        message = tried[0]
+    message = message.removeprefix('Parser key "config": ')
+    if unknown := re.search(r"Expected a dot import path string: (\S+)", message):
+        return f"Expected `model` to be a method ({methods}), but got {unknown[1]!r}."
+    if "required: fit.model" in message:
+        return (
+            "Expected a method, but got none. Give `--config configs/quickstart.yaml`, or "
+            f"`--model` with one of: {methods}."
+        )
+    if unknown := re.search(r"(?:[Oo]ption '|unrecognized arguments: )([^' ]+)", message):
+        return (
+            f"Expected options that exist, but got {unknown[1]!r}. `python -m dlmi fit --help` "
+            "lists them, `python -m dlmi fit --model.help METHOD` those of a method."
+        )
+    return message
+
+
+class InversionCLI(LightningCLI):
+    """LightningCLI with `fit` alone; resuming continues in the folder of the checkpoint."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """There is nothing to validate, test or predict: results are measured during `fit`."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Our parser in place of Lightning's; otherwise as the base class has it."""
+        kwargs.setdefault("dump_header", [f"dlmi=={__version__}"])
+        parser = OneLineParser(**kwargs)
+        parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML.")
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """One seed for all, the checkpoint callback's own arguments, and going on with a run."""
+        parser.add_argument(
+            "--continue_run",
+            type=bool,
+            default=False,
+            help=(
+                "Go on in a run folder that holds rows already: finished targets are kept, those "
+                "in flight go on from its checkpoint, or start again where there is none."
+            ),
+        )
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.link_arguments("seed_everything", "model.init_args.seed")
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: the base class would let the checkpoint's settings override the user's.
+
+        `Inverter.on_load_checkpoint` compares them instead and refuses a checkpoint of others.
+        """
+
+    def before_instantiate_classes(self) -> None:
+        """Send a resumed run to the folder that its checkpoint lies in."""
+        config = self.config.fit
+        config.weights_only = True  # a checkpoint is data: it never runs code
+        if config.continue_run and not config.ckpt_path:
+            config.ckpt_path = _last_checkpoint(config.trainer.logger)
+        if not config.ckpt_path:
+            return
+        config.continue_run = True
+        checkpoint = Path(config.ckpt_path)
+        if not checkpoint.is_file():
+            raise InputError(
+                f"Expected `ckpt_path` to be a checkpoint file, but {config.ckpt_path!r} is not "
+                "one. They lie in `lightning_logs/version_*/checkpoints`."
+            )
+        run = checkpoint.resolve().parents[1]
+        logger = config.trainer.logger
+        if checkpoint.parent.name == "checkpoints" and hasattr(logger, "init_args"):
+            logger.init_args.save_dir = str(run.parent.parent)
+            logger.init_args.name = run.parent.name
+            logger.init_args.version = run.name
+
+    def before_fit(self) -> None:
+        """Refuse bad input before a run folder is made."""
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        _check_writable(folder)
+        if not self.config.fit.continue_run:
+            refuse_used_folder(folder)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ResultWriter):
+                callback.continues = self.config.fit.continue_run
+        device = self.trainer.strategy.root_device
+        self.datamodule.load(device)
+        check_run(self.trainer, self.datamodule, self.model)
+
+
+def _last_checkpoint(logger: Any) -> str | None:
+    """The checkpoint of the run folder that a logger's settings name, where there is one."""
+    options = getattr(logger, "init_args", None)
+    if options is None or options.get("version") is None:
+        raise InputError(
+            "Expected `continue_run` to come with the run's folder, but it is not named. Give its "
+            "`--trainer.logger.init_args.version`, or resume with `--ckpt_path`."
+        )
+    version = options.version
+    folder = version if isinstance(version, str) else f"version_{version}"
+    last = Path(options.save_dir) / (options.name or "") / folder / "checkpoints" / "last.ckpt"
+    return str(last) if last.is_file() else None
+
+
+def _check_writable(folder: Path) -> None:
+    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(
+            f"Expected a run folder that can be written, but {folder} cannot ({existing} is "
+            f"{'read-only' if existing.is_dir() else 'a file'}). "
+            "Choose another with `--trainer.logger.init_args.save_dir`."
+        )
+
+
+class _PlannedCLI(InversionCLI):
+    """Reads what `fit` would run, and makes method and data module alone: no LM, no folder."""
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing to look for: there is no run yet."""
+
+    def instantiate_classes(self) -> None:
+        """All but the trainer, so that mistakes in settings show."""
+        self.model = self.parser.instantiate_classes(self.config).model
+
+
+def plan_fit(config: Path, overrides: dict[str, Any]) -> tuple[dict[str, Any], Inverter]:
+    """What `fit` would see, and its method, without running it.
+
+    Args:
+        config: A configuration file of `fit`.
+        overrides: Settings on top of it, as a second file would hold them.
+
+    Raises:
+        InputError: Where `fit` would refuse them.
+    """
+    arguments = ["--config", str(config), "--config", json.dumps(overrides)]
+    try:
+        cli = _PlannedCLI(Inverter, TargetDataModule, args=arguments, run=False, **_cli_options())
+    except ValueError as error:
+        raise input_error_behind(error) from error
+    settings: dict[str, Any] = cli.config.as_dict()
+    return settings, cli.model

@@ -1,0 +1,306 @@
+"""The grid: its plan, its cells as ordinary runs, restarts, failures, mistakes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from test_cli import run
+
+from dlmi import read_rows
+from dlmi.compare.cells import CellRun
+from dlmi.compare.grid import Grid, MethodSpec, plan
+from dlmi.errors import InputError
+from dlmi.fit import plan_fit
+from dlmi.report.loading import best_point, load
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def settings_of(model_folder, **changes):
+    """A grid of two methods on the tiny LM; `changes` replace what it says."""
+    settings = {
+        "out": "runs/grid",
+        "methods": {
+            "DLMI(1)": {"config": "dlmi_tau1.yaml", "model": {"num_samples": 2}},
+            "SODA": {"config": "soda.yaml"},
+        },
+        "prompt_lengths": [4],
+        "steps": [4, 12],
+        "eval_every": 4,
+        "data": {
+            "lm": str(model_folder()),
+            "dtype": "float64",
+            **{"k": [1, 3], "per_k": 1, "target_length": 4, "batch_size": 2},
+        },
+        "trainer": {"accelerator": "cpu"},
+    }
+    return {**settings, **changes}
+
+
+@pytest.fixture
+def grid(model_folder):
+    return lambda **changes: settings_of(model_folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, tmp_path_factory):
+    """The grid, run once."""
+    root = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(root):
+        file = write(settings_of(model_folder))
+        assert run("compare", "--config", file) == 0
+    return root
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished grid to play with, in the current folder."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    return tmp_path / "runs" / "grid"
+
+
+def write(settings):
+    """The grid as a file; its methods' configs are those of the project."""
+    methods = {
+        label: {**spec, "config": str(CONFIGS / spec["config"])}
+        for label, spec in settings["methods"].items()
+    }
+    file = Path("grid.yaml")
+    file.write_text(yaml.safe_dump({**settings, "methods": methods}))
+    return file
+
+
+def as_grid(settings):
+    methods = {label: MethodSpec(**spec) for label, spec in settings["methods"].items()}
+    return Grid(**{**settings, "methods": methods})
+
+
+def test_a_plan_is_the_product_with_the_first_seed_first(grid):
+    settings = grid(seeds=[7, 8], prompt_lengths=[4, 5])
+    cells = plan(as_grid(settings), CONFIGS)
+    assert [cell.name for cell in cells] == [
+        f"{label}-N{length}-seed{seed}"
+        for seed in (7, 8)
+        for length in (4, 5)
+        for label in ("DLMI_1", "SODA")
+    ]
+    last = cells[-1]
+    assert last.settings["model"]["init_args"]["seed"] == 8
+    assert last.settings["model"]["init_args"]["steps"] == 12
+    assert last.overrides["seed_everything"] == 8
+    assert cells[0].settings["model"]["init_args"]["seed"] == 7
+
+
+def test_seeds_are_planned_as_fit_would_see_them(grid):
+    cell = plan(as_grid(grid(seeds=[7, 8])), CONFIGS)[-1]
+    settings, _ = plan_fit(cell.config, cell.overrides)
+    assert cell.settings["model"] == json.loads(json.dumps(settings["model"]))
+
+
+def test_models_are_an_axis(grid, model_folder):
+    other = {"lm": str(model_folder("gpt2")), "bos": "<eos>"}
+    cells = plan(as_grid(grid(models={"a": {}, "b": other})), CONFIGS)
+    assert [cell.name for cell in cells][::2] == ["a-DLMI_1-N4-seed0", "b-DLMI_1-N4-seed0"]
+    assert cells[-1].settings["data"]["lm"] == other["lm"]
+
+
+def test_planned_cost_bounds_what_is_spent(grid, copied):
+    for cell in plan(as_grid(grid()), CONFIGS):
+        rows = read_rows(copied / cell.name)
+        spent = sum(row.forward_tokens + row.backward_tokens for row in rows)
+        assert spent <= cell.token_passes
+        if all(row.stop_reason == "budget" for row in rows):
+            assert spent > 0.7 * cell.token_passes
+
+
+def test_every_cell_is_an_ordinary_run(copied):
+    """With its config, its log and its rows, which are those of `fit` with the same settings."""
+    folder = copied / "DLMI_1-N4-seed0"
+    assert {"config.yaml", "results.jsonl", "log.txt", "cell.json"} <= set(os.listdir(folder))
+    logger = "--trainer.logger.init_args"
+    flags = ["--continue_run", "false", f"{logger}.version", "again", f"{logger}.save_dir", "."]
+    assert run("fit", "--config", folder / "config.yaml", *flags) == 0
+    again = read_rows(Path("grid") / "again")
+    for row, other in zip(read_rows(folder), again, strict=True):
+        assert (row.prompt_ids, row.lcs, row.steps) == (other.prompt_ids, other.lcs, other.steps)
+
+
+def test_a_report_finds_labels_and_budgets(copied):
+    [group] = load([copied]).groups
+    assert group.budgets == ("step", (4.0, 12.0))
+    assert group.labels == ["DLMI(1)", "SODA"]
+
+
+def test_token_budgets_are_an_axis_of_budgets(grid):
+    soda = {"SODA": {"config": "soda.yaml"}}
+    settings = grid(steps=None, token_budgets=[60, 120], methods=soda)
+    assert run("compare", "--config", write(settings)) == 0
+    [group] = load([Path(settings["out"])]).groups
+    assert group.budgets == ("token_passes", (60.0, 120.0))
+    for row in group.rows:
+        early, late = (best_point(row, "token_passes", at) for at in (60, None))
+        assert early.token_passes <= 60
+        assert late.lcs == row.lcs
+
+
+def test_finished_cells_are_not_run_again(grid, copied, capsys):
+    logs = sorted(copied.glob("*/log.txt"))
+    before = [log.stat().st_mtime_ns for log in logs]
+    assert run("compare", "--config", write(grid())) == 0
+    assert [log.stat().st_mtime_ns for log in logs] == before
+    out = capsys.readouterr().out
+    assert "2 of them done" in out
+    assert "python -m dlmi report runs/grid" in out
+
+
+def test_a_cell_goes_on_after_its_finished_rows(grid, copied):
+    """As after a kill before the first checkpoint: rows that are there stay, the rest is run."""
+    folder = copied / "SODA-N4-seed0"
+    first, second = (folder / "results.jsonl").read_text().splitlines()
+    (folder / "results.jsonl").write_text(first + "\n" + second[:50])
+    record = json.loads((folder / "cell.json").read_text())
+    del record["seconds"]
+    (folder / "cell.json").write_text(json.dumps(record))
+    for checkpoint in folder.glob("checkpoints/*"):
+        checkpoint.unlink()
+    assert run("compare", "--config", write(grid())) == 0
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    assert lines[0] == first
+    again, expected = (json.loads(line) for line in (lines[1], second))
+    for volatile in ("seconds", "trace"):
+        del again[volatile], expected[volatile]
+    assert again == expected
+
+
+def test_a_failed_cell_is_recorded_and_the_others_run(grid, capsys):
+    """N=70 does not fit into the tiny LM's 64 positions, which only the run finds out."""
+    settings = grid(prompt_lengths=[70, 4], methods={"SODA": {"config": "soda.yaml"}})
+    assert run("compare", "--config", write(settings)) == 1
+    folder = Path(settings["out"])
+    failure = json.loads((folder / "SODA-N70-seed0" / "failure.json").read_text())
+    assert failure["exit_code"] == 2
+    assert "Expected `model.prompt_length`" in failure["error"]
+    assert len(read_rows(folder / "SODA-N4-seed0")) == 2
+    out = capsys.readouterr().out
+    assert "failed: SODA-N70-seed0" in out
+    assert any("N70" in note for note in load([folder]).notes)
+
+
+def test_dry_run_runs_nothing(grid, capsys):
+    file = write(grid())
+    assert run("compare", "--config", file, "--dry_run", "--speed", "100") == 0
+    out = capsys.readouterr().out
+    assert "2 cells" in out
+    assert "hours left" in out
+    assert not Path(grid()["out"]).exists()
+
+
+def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(grid):
+    settings = grid(methods={"SODA": {"config": "soda.yaml"}}, steps=[100_000], eval_every=100_000)
+    file = write(settings)
+    command = [sys.executable, "-m", "dlmi", "compare", "--config", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = Path(settings["out"]) / "SODA-N4-seed0"
+    deadline = time.monotonic() + 90
+    while not list(folder.glob("events.out*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert {row.stop_reason for row in read_rows(folder)} == {"interrupted"}
+    assert "seconds" not in json.loads((folder / "cell.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": None}, "either `steps` or `token_budgets`"),
+        ({"seeds": [1, 1]}, "Expected `seeds` to differ"),
+        ({"methods": {}}, "Expected `methods`"),
+        ({"methods": {"X": {"config": "nothing.yaml"}}}, "Expected `methods.X.config`"),
+        (
+            {"methods": {"X": {"config": "soda.yaml", "model": {"tau0": 1.0}}}},
+            "Expected `methods.X` to be a run of `fit`: Expected options that exist, but got",
+        ),
+        (
+            {"methods": {"X": {"config": "soda.yaml", "model": {"lr": -1.0}}}},
+            "`model.lr` to be positive",
+        ),
+        (
+            {"methods": {"X": {"config": "soda.yaml", "model": {"steps": 3}}}},
+            "leave `steps` to the grid",
+        ),
+        (
+            {"methods": {"A(1)": {"config": "soda.yaml"}, "A[1]": {"config": "soda.yaml"}}},
+            "both make A_1-N4",
+        ),
+        ({"data": {"bogus": 1}}, "but got 'bogus'"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_bad_grids_are_told_in_one_line(grid, capsys, changes, message):
+    assert run("compare", "--config", write(grid(**changes))) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not Path(grid()["out"]).exists()
+
+
+def test_an_unknown_method_is_told_in_one_line(grid, capsys):
+    Path("unknown.yaml").write_text("model: {class_path: Magic}\n")
+    settings = grid(methods={"X": {"config": str(Path("unknown.yaml").absolute())}})
+    assert run("compare", "--config", write(settings)) == 2
+    assert "Expected `model` to be a method (ADC, DLMI" in capsys.readouterr().err
+
+
+def test_no_config_is_told_in_one_line(capsys):
+    assert run("compare") == 2
+    assert "configs/compare/small.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("copied")
+def test_another_grid_in_the_same_folder_is_refused(grid, capsys):
+    changed = grid(data={**grid()["data"], "target_length": 3})
+    assert run("compare", "--config", write(changed)) == 2
+    assert "data.target_length = 4" in capsys.readouterr().err
+
+
+def test_a_second_process_in_a_cell_is_refused(grid):
+    """The lock of the folder: what a killed grid left running is not run beside."""
+    settings = grid(methods={"SODA": {"config": "soda.yaml"}})
+    [cell] = plan(as_grid(settings), CONFIGS)
+    folder = CellRun(as_grid(settings), cell).folder
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        error = CellRun(as_grid(settings), cell).run(lambda: None)
+    assert error is not None
+    assert "another process is writing" in error
+
+
+@pytest.mark.parametrize("name", ["paper", "small", "ablation"])
+def test_shipped_grids_plan(name, capsys):
+    assert run("compare", "--config", CONFIGS / "compare" / f"{name}.yaml", "--dry_run") == 0
+    assert "token passes at most in all" in capsys.readouterr().out
+
+
+def test_errors_name_the_method_of_the_grid(grid):
+    settings = as_grid(grid(methods={"X": {"config": "gcg.yaml", "model": {"tau": 1}}}))
+    with pytest.raises(InputError, match="methods.X"):
+        plan(settings, CONFIGS)
