@@ -10,8 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlmi import DLMI, read_rows
 from dlmi.callbacks import InversionProgress, ResultWriter, TensorBoardDetails
-from dlmi.callbacks.progress import _clock
-from dlmi.display import escape_markdown, marked_output, summary_table, visible
+from dlmi.display import clock, escape_markdown, marked_output, summary_table, visible
 
 SMALL = {"prompt_length": 4, "steps": 8, "eval_every": 4, "num_samples": 2, "tau0": 1.0}
 
@@ -96,7 +95,7 @@ def test_progress_on_a_terminal_draws_a_bar(data, fit):
     ("seconds", "text"), [(5, "0:00:05"), (3725, "1:02:05"), (200_000, "2 d 7 h")]
 )
 def test_clock(seconds, text):
-    assert _clock(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_model_text_cannot_reach_the_terminal_raw(tiny, monkeypatch):
