@@ -62,3 +62,15 @@ def score_function_surrogate(
         return ((losses - others) * log_probs).mean()
     advantage = losses - average if baseline == "ema" else losses
     return (advantage * log_probs).mean()
+
+
+def score_function_gradient(
+    logits: Tensor, columns: Tensor, losses: Tensor, baseline: BaselineName, average: Tensor
+) -> Tensor:
+    """The estimate itself, (N, V), from prompts (S, N) and their losses (S,)."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        log_probs = sample_log_probs(leaf, columns)
+        surrogate = score_function_surrogate(losses, log_probs, baseline, average)
+        [gradient] = torch.autograd.grad(surrogate, leaf)
+    return gradient
