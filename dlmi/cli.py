@@ -14,6 +14,7 @@ from dlmi.commands import targets_command, verify_command
 from dlmi.compare import compare_command
 from dlmi.errors import input_error_behind
 from dlmi.fit import fit_command
+from dlmi.gradients.command import gradients_command
 from dlmi.memory import keep_freed_memory
 from dlmi.version import __version__
 
@@ -28,6 +29,7 @@ commands:
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
   compare   run a grid of methods:       python -m dlmi compare --config configs/compare/small.yaml
   bench     how fast it is, here:        python -m dlmi bench
+  gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
 
 options:
   --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
@@ -71,6 +73,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "verify": verify_command,
     "compare": compare_command,
     "bench": bench_command,
+    "gradients": gradients_command,
 }
 
 
