@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 import dlmi.methods
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
+from dlmi.callbacks.base import InversionCallback
 from dlmi.callbacks.results import refuse_used_folder
 from dlmi.checks import check_run
 from dlmi.data import TargetDataModule
@@ -165,7 +166,7 @@ class InversionCLI(LightningCLI):
         if not self.config.fit.continue_run:
             refuse_used_folder(folder)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ResultWriter):
+            if isinstance(callback, InversionCallback):
                 callback.continues = self.config.fit.continue_run
         device = self.trainer.strategy.root_device
         self.datamodule.load(device)

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 class InversionCallback(Callback):
-    """Base of callbacks that follow targets rather than batches."""
+    """Base of callbacks that follow targets rather than batches.
+
+    Attributes:
+        continues: Whether the run goes on in a folder that holds what an earlier part of it wrote,
+            even where it left no checkpoint.
+    """
+
+    continues = False
 
     def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
         """After discrete prompts were decoded; each slot's `last` and `best` are up to date."""

@@ -94,7 +94,7 @@ class GradientStudy(InversionCallback):
         if self.path is not None:
             return
         self.path = Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
-        if trainer.ckpt_path is None:
+        if trainer.ckpt_path is None and not self.continues:
             refuse_used_file(self.path)
         elif self.path.exists():
             self._done = {row.key for row in read_gradient_rows(self.path)[0]}

@@ -31,12 +31,10 @@ class ResultWriter(InversionCallback):
 
     Attributes:
         path: The file.
-        continues: Whether the run goes on in a folder that holds rows; a resumed one always does.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.continues = False
         self._earlier_rows: list[Inversion] = []
         self._lock: IO[bytes] | None = None
 
