@@ -444,12 +444,13 @@ def outcome(row):
 def test_a_fit_does_not_notice_that_it_is_studied(name, data, fit, tmp_path):
     method, options = RUNS[name]
     names = list(ESTIMATORS) if name == "DLMI" else ["reinforce", "gs_shared_tau1", "gumbel_rao"]
+    targets, same_targets = (data(k=(1, 2, 3), per_k=1) for _ in range(2))
     torch.manual_seed(3)
-    bare = fit(method(**SMALL, **options), data(k=(1, 2, 3), per_k=1))
+    bare = fit(method(**SMALL, **options), targets)
     after_bare = torch.get_rng_state()
     torch.manual_seed(3)
     study = GradientStudy(names, **FEW)
-    studied = fit(method(**SMALL, **options), data(k=(1, 2, 3), per_k=1), callbacks=[study])
+    studied = fit(method(**SMALL, **options), same_targets, callbacks=[study])
     assert {i: outcome(r) for i, r in studied.items()} == {i: outcome(r) for i, r in bare.items()}
     assert torch.equal(torch.get_rng_state(), after_bare)
     rows, notes = read_gradient_rows(tmp_path)
