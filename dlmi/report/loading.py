@@ -4,13 +4,16 @@ Rows are averaged only within a `Group`: the same LM, dtype and set of targets. 
 `Series` is one method in one setting, with all its seeds.
 """
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dlmi.errors import InputError
+from dlmi.report.naming import natural_order, paper_name
 from dlmi.results import Inversion
 from dlmi.slots import TracePoint
 
@@ -18,6 +21,12 @@ Axis = Literal["step", "token_passes", "seconds"]
 
 # Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
 CELL_FILE = "cell.json"
+
+RESULTS_FILE = "results.jsonl"
+GRADIENTS_FILE = "gradients.jsonl"
+
+# How many broken lines of a file are named one by one.
+_NAMED_LINES = 10
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
@@ -106,40 +115,51 @@ class Loaded:
     gradients: tuple[Path, ...]
 
 
-def load(paths: Sequence[Path]) -> Loaded:
+def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     """Read run folders, comparison folders or results files.
+
+    Args:
+        paths: Where to look; a file that is found twice is read once.
+        steps: At which steps traces are read, in place of what comparisons say.
 
     Raises:
         InputError: Where a path holds no results at all.
     """
     notes: list[str] = []
-    runs: list[Run] = []
-    gradients: list[Path] = []
+    results: dict[Path, Path] = {}  # resolved -> as the user wrote it
+    gradients: dict[Path, Path] = {}
     for path in paths:
-        files = [path] if path.is_file() else sorted(path.rglob("results.jsonl"))
-        beside = [] if path.is_file() else sorted(path.rglob("gradients.jsonl"))
-        if not files and not beside:
+        files = {name: _files(path, name) for name in (RESULTS_FILE, GRADIENTS_FILE)}
+        if not any(files.values()):
             raise InputError(
-                f"Expected RUNS to be folders with a results.jsonl or a gradients.jsonl (or such "
-                f"files), but {path} "
-                f"{'holds none' if path.is_dir() else 'does not exist'}."
+                f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
+                f"such files), but {path} {'holds none' if path.is_dir() else 'does not exist'}."
             )
-        gradients += beside
         notes += _failed_cells(path)
-        for file in files:
-            rows, broken = _read_lines(file)
-            notes += broken
-            if not rows:
-                notes.append(f"{file}: no rows yet")
-                continue
-            label, budgets = _read_cell(file.parent)
-            runs.append(Run(file.parent, tuple(rows), label, budgets))
+        for file in files[RESULTS_FILE]:
+            results.setdefault(file.resolve(), file)
+        for file in files[GRADIENTS_FILE]:
+            gradients.setdefault(file.resolve(), file)
+    runs: list[Run] = []
+    for file in results.values():
+        rows, broken = _read_lines(file)
+        notes += broken
+        if not rows:
+            notes.append(f"{file}: no rows")
+            continue
+        label, budgets = _read_cell(file.parent)
+        runs.append(Run(file.parent, tuple(rows), label, budgets))
     if not runs and not gradients:
         raise InputError(
             f"Expected RUNS to hold result rows, but {', '.join(map(str, paths))} has none"
             f"{': ' + notes[0] if notes else ''}."
         )
-    return Loaded(tuple(_groups(runs)), tuple(notes), tuple(dict.fromkeys(gradients)))
+    groups, doubles = _groups(runs)
+    if steps is not None:
+        wanted = tuple(sorted({float(step) for step in steps}))
+        groups = [dataclasses.replace(group, budgets=("step", wanted)) for group in groups]
+    notes += doubles + _unfinished(groups)
+    return Loaded(tuple(groups), tuple(notes), tuple(gradients.values()))
 
 
 def best_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
@@ -150,27 +170,73 @@ def best_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> 
         axis: What the budget is counted in.
         at: The budget; None for the whole run.
     """
-    within = [p for p in row.trace if at is None or getattr(p, axis) <= at] or [row.trace[0]]
-    return max(within, key=lambda point: (point.lcs, -point.discrete_loss))
+    return max(_within(row, axis, at), key=lambda point: (point.lcs, -point.discrete_loss))
+
+
+def last_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
+    """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
+    return _within(row, axis, at)[-1]
+
+
+def _within(row: Inversion, axis: Axis, at: float | None) -> Sequence[TracePoint]:
+    return [p for p in row.trace if at is None or getattr(p, axis) <= at] or [row.trace[0]]
+
+
+def _files(path: Path, name: str) -> list[Path]:
+    """Files of this name at or below a path; a file of any other name counts as results."""
+    if path.is_file():
+        kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
+        return [path] if kind == name else []
+    return sorted(path.rglob(name))
 
 
 def _read_lines(file: Path) -> tuple[list[Inversion], list[str]]:
-    """The rows of a file, and a note on each line that is not one."""
+    """The rows of a file, and a note on the lines that are none."""
     rows: dict[str, Inversion] = {}
-    notes = []
+    broken: dict[int, str] = {}
     try:
         data = file.read_bytes()
     except OSError as error:
-        return [], [f"{file}: cannot be read ({error})"]
+        return [], [f"{file}: cannot be read ({error.strerror})"]
     for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             row = Inversion.from_json(json.loads(line))
-            if not row.trace or not row.target_ids:
-                raise InputError("its trace or target is empty")
+            _check_row(row)
             rows[row.target_id] = row
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            notes.append(f"{file}, line {number}: left out, not a result row ({error})")
-    return list(rows.values()), notes
+            broken[number] = str(error)
+    return list(rows.values()), _broken_note(file, broken)
+
+
+def _broken_note(file: Path, broken: dict[int, str]) -> list[str]:
+    if not broken:
+        return []
+    named = ", ".join(map(str, list(broken)[:_NAMED_LINES]))
+    more = len(broken) - _NAMED_LINES
+    first, reason = next(iter(broken.items()))
+    return [
+        f"{file}: {len(broken)} broken line{'s' if len(broken) > 1 else ''} left out, "
+        f"{named}{f' and {more} more' if more > 0 else ''} (line {first}: {reason})"
+    ]
+
+
+def _check_row(row: Inversion) -> None:
+    """Raise `InputError` for a row that is JSON but not a result that can be averaged."""
+    if not row.trace or not row.target_ids or not row.prompt_ids:
+        raise InputError("its trace, target or prompt is empty")
+    shares = [row.lcs, *(point.lcs for point in row.trace)]
+    shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
+    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
+        raise InputError("an LCS is not between 0 and 1")
+    numbers = [row.seed, row.steps, row.seconds, row.overlap_ratio, row.target_hit_ratio]
+    numbers += [x for p in row.trace for x in (p.step, p.token_passes, p.seconds, p.discrete_loss)]
+    numbers += [x for p in row.trace for x in p.means.values()]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise InputError("a number is not one")
+    if not (row.k is None or isinstance(row.k, int)) or not isinstance(row.settings, dict):
+        raise InputError("its k or its settings are not what they should be")
 
 
 def _read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]] | None]:
@@ -189,23 +255,70 @@ def _failed_cells(path: Path) -> Iterator[str]:
             yield f"{file.parent}: failed"
 
 
-def _groups(runs: Sequence[Run]) -> list[Group]:
+def _groups(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     labels = _labels(runs)
     by_group: dict[tuple[str, str, str, str], list[tuple[str, Run]]] = {}
     for run, label in zip(runs, labels, strict=True):
         first = run.rows[0]
         key = (first.model, first.fingerprint, first.dtype, first.target_set)
         by_group.setdefault(key, []).append((label, run))
-    groups = [Group(*key, _series(members), _budgets(members)) for key, members in by_group.items()]
-    return sorted(groups, key=lambda group: -len(group.rows))
+    groups, notes = [], []
+    for key, members in by_group.items():
+        series, doubles = _series(members)
+        notes += doubles
+        groups.append(Group(*key, series, _budgets(members)))
+    return sorted(groups, key=lambda group: -len(group.rows)), notes
 
 
-def _series(members: Sequence[tuple[str, Run]]) -> tuple[Series, ...]:
-    rows: dict[tuple[str, int], list[Inversion]] = {}
+def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], list[str]]:
+    """The rows by label and N; of the same target and seed only the one with the larger budget."""
+    rows: dict[tuple[str, int], dict[tuple[str, int], Inversion]] = {}
+    doubles: dict[tuple[str, int], int] = {}
     for label, run in members:
         for row in run.rows:
-            rows.setdefault((label, len(row.prompt_ids)), []).append(row)
-    return tuple(Series(label, length, tuple(found)) for (label, length), found in rows.items())
+            place = (label, len(row.prompt_ids))
+            mine = rows.setdefault(place, {})
+            before = mine.get((row.target_id, row.seed))
+            if before is not None:
+                doubles[place] = doubles.get(place, 0) + 1
+            if before is None or _budget(row) > _budget(before):
+                mine[row.target_id, row.seed] = row
+    notes = [
+        f"{label}, N={length}: {count} rows left out, their target and seed are there twice "
+        "(the row with more steps is kept)"
+        for (label, length), count in doubles.items()
+    ]
+    ordered = sorted(rows, key=lambda place: (natural_order(place[0]), place[1]))
+    return tuple(Series(*place, tuple(rows[place].values())) for place in ordered), notes
+
+
+def _budget(row: Inversion) -> int:
+    return int(row.settings.get("steps", row.steps))
+
+
+def _unfinished(groups: Sequence[Group]) -> list[str]:
+    """A note on rows that carry their value beyond what they ran for without being solved."""
+    notes = []
+    for group in groups:
+        axis, budgets = group.budgets
+        for series in group.series:
+            interrupted = sum(row.stop_reason == "interrupted" for row in series.rows)
+            if interrupted:
+                notes.append(
+                    f"{series.label}, N={series.prompt_length}: {interrupted} of "
+                    f"{len(series.rows)} rows were interrupted; they count with what they reached"
+                )
+            short = sum(
+                row.stop_reason == "budget" and axis == "step" and row.steps < budgets[-1]
+                for row in series.rows
+            )
+            if short:
+                notes.append(
+                    f"{series.label}, N={series.prompt_length}: {short} of {len(series.rows)} rows "
+                    f"had a budget of fewer than {budgets[-1]:g} steps; their last value is "
+                    "carried forward"
+                )
+    return notes
 
 
 def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...]]:
@@ -218,23 +331,24 @@ def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """The grid's names; else the class, with the settings in which its runs differ."""
+    """The grid's names, else the paper's; with the settings in which runs of one name differ."""
+    firsts = [run.rows[0] for run in runs]
+    names = [
+        run.label if run.label is not None else paper_name(first.method, first.settings)
+        for run, first in zip(runs, firsts, strict=True)
+    ]
     settings: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        if run.label is None:
-            settings.setdefault(run.rows[0].method, []).append(run.rows[0].settings)
+    for name, first in zip(names, firsts, strict=True):
+        settings.setdefault(name, []).append({"method": first.method, **first.settings})
     labels = []
-    for run in runs:
-        if run.label is not None:
-            labels.append(run.label)
-            continue
-        method, mine = run.rows[0].method, run.rows[0].settings
+    for name, first in zip(names, firsts, strict=True):
+        mine = {"method": first.method, **first.settings}
         differing = [
-            f"{name}={mine.get(name)}"
-            for name in mine
-            if name not in _AXES and _differs(name, settings[method])
+            f"{key}={mine.get(key)}"
+            for key in dict.fromkeys(key for some in settings[name] for key in some)
+            if key not in _AXES and _differs(key, settings[name])
         ]
-        labels.append(f"{method}({', '.join(differing)})" if differing else method)
+        labels.append(f"{name} {' '.join(differing)}" if differing else name)
     return labels
 
 
