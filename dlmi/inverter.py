@@ -199,6 +199,10 @@ class Inverter(LightningModule, ABC):
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self._settle()
         if self.active and not self.stop_requested:
+            self._charge_time()
+            for callback in self._inversion_callbacks():
+                callback.on_step_start(self.trainer, self, self.active)
+            self._clock = time.perf_counter()
             slot = self.active[0]
             # Only passes that a gradient goes through are compiled.
             share = slot.backward_tokens / max(slot.forward_tokens, 1)

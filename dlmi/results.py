@@ -238,8 +238,13 @@ def describe_environment(lm: FrozenLM) -> dict[str, Any]:
 
 def append_row(path: Path, row: Inversion) -> None:
     """Add a row and wait until it is on the disk."""
+    append_line(path, row.to_json_line())
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line and wait until it is on the disk."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(row.to_json_line())
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 

@@ -13,8 +13,8 @@ from dlmi.estimators import (
     reinmax,
     with_forward,
 )
-from dlmi.methods.reinforce import score_function_surrogate
 from dlmi.noise import gumbel_noise
+from dlmi.score_function import score_function_surrogate
 from dlmi.soft_embedding import sample_columns
 
 N, V = 2, 3

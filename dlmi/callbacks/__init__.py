@@ -2,11 +2,13 @@
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.callbacks.checkpoint import RunCheckpoint
+from dlmi.callbacks.gradients import GradientStudy
 from dlmi.callbacks.progress import InversionProgress
 from dlmi.callbacks.results import ResultWriter
 from dlmi.callbacks.tensorboard import TensorBoardDetails
 
 __all__ = [
+    "GradientStudy",
     "InversionCallback",
     "InversionProgress",
     "ResultWriter",

@@ -16,6 +16,9 @@ class InversionCallback(Callback):
     def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
         """After discrete prompts were decoded; each slot's `last` and `best` are up to date."""
 
+    def on_step_start(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
+        """Before a step of the slots in flight; no target is charged for the time it takes."""
+
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
         """When a target is done with, before its slot is reused."""
 

@@ -13,7 +13,6 @@ loss by 0.9 and is updated before its use, so that credit is not given per sampl
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,30 +24,14 @@ from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy
+from dlmi.score_function import (
+    BaselineName,
+    moving_average,
+    sample_log_probs,
+    score_function_surrogate,
+)
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns
-
-BaselineName = Literal["ema", "rloo", "as_code", "none"]
-
-
-def score_function_surrogate(
-    losses: Tensor, log_probs: Tensor, baseline: BaselineName, average: Tensor
-) -> Tensor:
-    """A number whose gradient is the score-function estimate.
-
-    Args:
-        losses: L of each sample, (S,).
-        log_probs: log p_Z of each sample, with its graph, (S,).
-        baseline: Which baseline.
-        average: The moving average of the loss that `ema` and `as_code` subtract, ().
-    """
-    if baseline == "as_code":
-        return (losses.mean() - average) * log_probs.mean()
-    if baseline == "rloo":
-        others = (losses.sum() - losses) / (len(losses) - 1)
-        return ((losses - others) * log_probs).mean()
-    advantage = losses - average if baseline == "ema" else losses
-    return (advantage * log_probs).mean()
 
 
 class REINFORCE(Inverter):
@@ -133,15 +116,10 @@ class REINFORCE(Inverter):
         return StepLosses(surrogates, output_ids[:, 0], losses.mean(dim=1))
 
     def _surrogate(self, slot: Slot, columns: Tensor, losses: Tensor) -> Tensor:
-        log_p = torch.log_softmax(self.Z[slot.index], dim=-1)  # (N, V)
-        log_probs = log_p.expand(len(columns), -1, -1).gather(-1, columns[..., None]).sum((1, 2))
-        newest = losses.mean()
-        average = slot.memory.get("average", newest)
-        if self.baseline == "as_code":
-            average = 0.1 * average + 0.9 * newest
-            slot.memory["average"] = average
-        else:
-            slot.memory["average"] = self.ema_decay * average + (1 - self.ema_decay) * newest
+        log_probs = sample_log_probs(self.Z[slot.index], columns)
+        average, slot.memory["average"] = moving_average(
+            self.baseline, slot.memory.get("average"), losses.mean(), self.ema_decay
+        )
         return score_function_surrogate(losses, log_probs, self.baseline, average)
 
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from dlmi.prompt_forms import FLOORS
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
 from dlmi.report.loading import Group, Loaded, Series
-from dlmi.report.naming import budget_name, form_name, group_names, k_name
+from dlmi.report.naming import budget_name, form_name, group_titles, k_name
 from dlmi.report.styles import (
     Drawing,
     Style,
@@ -40,7 +40,7 @@ def draw_bars(loaded: Loaded) -> list[Drawing]:
     """All groups and lengths, a few rows to a figure."""
     labels = list(dict.fromkeys(label for group in loaded.groups for label in group.labels))
     styles = styles_of(labels)
-    names = group_names(loaded.groups)
+    names = group_titles(loaded.groups)
     places = [
         (name, group, length)
         for name, group in zip(names, loaded.groups, strict=True)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
 from dlmi.report.loading import Axis, Loaded
-from dlmi.report.naming import AXIS_UNITS, group_names
+from dlmi.report.naming import AXIS_UNITS, group_titles
 from dlmi.report.styles import (
     Drawing,
     Style,
@@ -120,7 +120,7 @@ def _draw(
     labels = list(dict.fromkeys(label for group in loaded.groups for label in group.labels))
     styles = styles_of(labels)
     places = []
-    for name, group in zip(group_names(loaded.groups), loaded.groups, strict=True):
+    for name, group in zip(group_titles(loaded.groups), loaded.groups, strict=True):
         for length in group.prompt_lengths:
             members = [series for series in group.series if series.prompt_length == length]
             found = [(s.label, mean_curve(s.rows, axis, path)) for s in members]

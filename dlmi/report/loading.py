@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlmi.errors import InputError
-from dlmi.report.naming import natural_order, paper_name
+from dlmi.report.method_names import natural_order, paper_name
 from dlmi.results import Inversion
 from dlmi.slots import TracePoint
 

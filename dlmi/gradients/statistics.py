@@ -1,0 +1,261 @@
+r"""Bias and variance of an estimator from a few draws, with their noise subtracted.
+
+From K draws g_i and T blocks r_t of the truth, all independent, everything scale-free follows from
+their inner products. Pairs of different draws share no noise, so
+
+.. math::
+    u_g = mean_{i \ne j} \langle g_i, g_j \rangle, \quad
+    c = mean_{i, t} \langle g_i, r_t \rangle, \quad
+    u_r = mean_{s \ne t} \langle r_s, r_t \rangle
+
+are unbiased for :math:`\|E g\|^2`, :math:`\langle E g, \nabla J \rangle` and
+:math:`\|\nabla J\|^2`, while :math:`\|\bar g\|^2` is not: with few draws it is noise. Then
+
+- variance :math:`s^2 = mean_i \|g_i\|^2 - u_g`, SNR :math:`\sqrt{u_g / s^2}`, relative variance
+  :math:`s^2 / u_g`;
+- cosine :math:`c / \sqrt{u_g u_r}`;
+- squared bias :math:`u_g - 2 c + u_r`: the mean of <g_A - r_A, g_B - r_B> over all ways to split
+  draws and blocks into halves A and B.
+
+Axes: K draws, T blocks, P logits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from dlmi.gradients.truth import Truth
+
+CONFIDENCE = 0.95
+_HELD_COLUMNS = 2**20  # of the draws that are float64 at once
+
+Indices = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number with its 95% confidence interval.
+
+    Attributes:
+        value: The number; None where it is not defined or the noise hides it.
+        low: Lower end; None for no bound.
+        high: Upper end; None for no bound.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+UNDEFINED = Statistic(None, None, None)
+STATISTICS = (
+    "variance_max",
+    "bias_max",
+    "relative_variance",
+    "snr",
+    "cosine",
+    "bias_over_norm",
+    "norm",
+)
+
+
+def measure(gradients: Tensor, truth: Truth | None) -> dict[str, Statistic]:
+    """All statistics of K draws, (K, N V); those that need a truth are undefined without one.
+
+    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
+    """
+    products = inner_products(gradients, gradients)
+    found = {
+        **dict.fromkeys(STATISTICS, UNDEFINED),
+        "variance_max": variance_max(gradients),
+        **spread(products),
+    }
+    if truth is not None:
+        known = truth.restrict(gradients)
+        found["bias_max"] = bias_max(known, truth.blocks)
+        found.update(
+            agreement(
+                products if truth.coordinates is None else inner_products(known, known),
+                inner_products(known, truth.blocks),
+                inner_products(truth.blocks, truth.blocks),
+            )
+        )
+    return {name: found[name] for name in STATISTICS}
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """(K, P) and (T, P) to (K, T), in float64, a part of P at a time."""
+    parts = zip(*(torch.split(side, _HELD_COLUMNS, dim=1) for side in (left, right)), strict=True)
+    total = torch.zeros(len(left), len(right), dtype=torch.float64)
+    for a, b in parts:
+        total += a.cpu().double() @ b.cpu().double().T
+    return total
+
+
+def squared_norm(products: Tensor, indices: Indices) -> float:
+    """Unbiased squared norm of the mean of some draws: pairs of different ones only.
+
+    A single one is taken as it is: an exact truth has no noise.
+    """
+    part = products[indices][:, indices]
+    count = len(indices)
+    if count == 1:
+        return float(part)
+    return float((part.sum() - part.trace()) / (count * (count - 1)))
+
+
+def spread(products: Tensor) -> dict[str, Statistic]:
+    """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
+
+    def squared_snr(draws: Indices, _: Indices) -> float:
+        signal = squared_norm(products, draws)
+        variance = float(products.diagonal()[draws].mean()) - signal
+        return signal / variance if variance > 0 else math.inf
+
+    squared = jackknife(squared_snr, len(products))
+    is_seen = squared.value is not None and squared.value > 0
+    norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
+    return {
+        "snr": _square_root(squared),
+        "relative_variance": Statistic(
+            1 / squared.value if is_seen and squared.value else None,
+            1 / squared.high if squared.high and squared.high > 0 else None,
+            1 / squared.low if squared.low and squared.low > 0 else None,
+        ),
+        "norm": _square_root(norm),
+    }
+
+
+def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]:
+    """Cosine and relative bias from inner products (K, K), (K, T) and (T, T).
+
+    The cosine is not cut to [-1, 1]: an estimate of 1 has noise on both sides.
+    """
+
+    def cosine(draws: Indices, blocks: Indices) -> float:
+        squares = squared_norm(own, draws), squared_norm(truth, blocks)
+        if min(squares) <= 0:
+            return math.nan
+        return _mean(cross, draws, blocks) / math.sqrt(squares[0] * squares[1])
+
+    def squared_bias(draws: Indices, blocks: Indices) -> float:
+        square = squared_norm(truth, blocks)
+        if square <= 0:
+            return math.nan
+        both = squared_norm(own, draws) - 2 * _mean(cross, draws, blocks)
+        return both / square + 1
+
+    sizes = len(own), len(truth)
+    return {
+        "cosine": jackknife(cosine, *sizes),
+        "bias_over_norm": _square_root(jackknife(squared_bias, *sizes)),
+    }
+
+
+def variance_max(gradients: Tensor) -> Statistic:
+    """The largest unbiased variance of a logit over the draws, as in the paper: (K, P)."""
+    count = len(gradients)
+    mean = gradients.mean(0)
+    squares = (gradients - mean).square_().sum(0)
+
+    def largest(draws: Indices, _: Indices) -> float:
+        if len(draws) == count:
+            return _log(squares.max() / (count - 1))
+        [left_out] = set(range(count)) - set(draws)
+        # What is left of the sum of squares about its own mean when one draw goes.
+        rest = squares - (gradients[left_out] - mean).square() * (count / (count - 1))
+        return _log(rest.max() / (count - 2))
+
+    return _exponential(jackknife(largest, count))
+
+
+def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
+    """The largest |mean of the draws - truth| of a logit, as in the paper: (K, P) and (T, P).
+
+    A maximum cannot be freed of its noise as a sum can: of an unbiased estimator it is about
+    sqrt(variance_max / K) and more. Read it beside that, and `bias_over_norm` in its place.
+    """
+
+    def largest(draws: Indices, known: Indices) -> float:
+        difference = _part_mean(gradients, draws) - _part_mean(blocks, known)
+        return _log(difference.abs().max())
+
+    return _exponential(jackknife(largest, len(gradients), len(blocks)))
+
+
+def jackknife(
+    statistic: Callable[[Indices, Indices], float], draws: int, blocks: int = 1
+) -> Statistic:
+    """A statistic of draws and of the truth's blocks, with an interval from leaving one out.
+
+    Leaving one out keeps all pairs pairs of different draws. Drawing with replacement, as the
+    bootstrap does, would pair draws with themselves and put the noise back that was subtracted.
+    Draws and blocks are two independent samples, so their jackknife variances add up; the quantile
+    is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
+    the interval says how the reported number varies, not where the true maximum lies.
+
+    Args:
+        statistic: Function of the indices of draws and of blocks; nan where it is not defined.
+        draws: K.
+        blocks: T; a single one is left as it is.
+    """
+    all_draws, all_blocks = list(range(draws)), list(range(blocks))
+    value = statistic(all_draws, all_blocks)
+    if not math.isfinite(value):
+        return UNDEFINED
+    variances, freedoms = [], []
+    for count, left in ((draws, True), (blocks, False)):
+        if count == 1:
+            continue
+        values = []
+        for out in range(count):
+            rest = [i for i in range(count) if i != out]
+            values.append(statistic(rest, all_blocks) if left else statistic(all_draws, rest))
+        replicates = torch.tensor(values, dtype=torch.float64)
+        variances.append(float(replicates.var(correction=0)) * (count - 1))
+        freedoms.append(count - 1)
+    total = sum(variances)
+    if not math.isfinite(total):
+        return Statistic(value, None, None)
+    if total == 0:
+        return Statistic(value, value, value)
+    parts = zip(variances, freedoms, strict=True)
+    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(total)
+    return Statistic(value, value - reach, value + reach)
+
+
+def _mean(products: Tensor, rows: Indices, columns: Indices) -> float:
+    return float(products[rows][:, columns].mean())
+
+
+def _part_mean(vectors: Tensor, indices: Indices) -> Tensor:
+    if len(vectors) - len(indices) != 1:
+        return vectors[indices].mean(0)
+    # Without a copy of all the others.
+    [left_out] = set(range(len(vectors))) - set(indices)
+    return (vectors.sum(0) - vectors[left_out]) / len(indices)
+
+
+def _log(value: Tensor) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _exponential(logarithm: Statistic) -> Statistic:
+    """Positive numbers are studied by their logarithm, so that no interval reaches below 0."""
+    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, logarithm)
+
+
+def _square_root(square: Statistic) -> Statistic:
+    """Of a square whose estimate may be negative: then 0."""
+    return _mapped(lambda x: math.sqrt(max(x, 0.0)), square)
+
+
+def _mapped(function: Callable[[float], float], statistic: Statistic) -> Statistic:
+    ends = (statistic.value, statistic.low, statistic.high)
+    mapped = [math.inf if end is None else function(end) for end in ends]
+    return Statistic(*(end if math.isfinite(end) else None for end in mapped))

@@ -1,0 +1,137 @@
+r"""The true gradient of J, exactly or by estimates that are unbiased and know their own noise.
+
+- `exact`: all V^N prompts.
+- `conditional`: for chosen logits (j, v), from R prompts x drawn from softmax(Z),
+  :math:`\pi_{jv} \frac{1}{R} \sum_r (L(x^r_{-j}, v) - L(x^r))`. The same prompts serve both terms
+  and all logits (common random numbers), so what they share cancels.
+- `rloo`: the leave-one-out score function on many samples, for all logits.
+- `as_in_code`: what the DLMI authors' public code calls the true gradient. It is not: five
+  REINFORCE calls of a fresh helper, of which the first has advantage 0 and the others 0.1 (L - b),
+  in the batch-mean form whose expectation is 1/S of the gradient; (4/5) (1/10) (1/8) makes about
+  0.01 of the truth at S = 8. It is there to show what the paper's figure shows.
+
+Estimates come in independent blocks: the noise of their mean is known from how they differ, and
+can be subtracted (`statistics`).
+
+Axes: R prompts, N positions, V tokens, T blocks, P logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dlmi.errors import InputError
+from dlmi.gradients.objective import Objective, sample_prompts
+from dlmi.score_function import moving_average, sample_log_probs, score_function_gradient
+from dlmi.soft_embedding import sample_columns
+
+TruthName = Literal["exact", "conditional", "rloo", "as_in_code"]
+
+MAX_PROMPTS = 2**16  # that are enumerated
+AS_IN_CODE_DRAWS = 5
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The gradient that estimators are compared with.
+
+    Attributes:
+        kind: How it was found.
+        samples: Prompts that it took.
+        blocks: Independent estimates whose mean it is, (T, P); T = 1 where it is taken as it is.
+        coordinates: Which of the flattened logits it knows, (P,); None for all N x V.
+    """
+
+    kind: TruthName
+    samples: int
+    blocks: Tensor
+    coordinates: Tensor | None = None
+
+    def restrict(self, gradients: Tensor) -> Tensor:
+        """The logits of gradients that it knows: (K, N V) to (K, P)."""
+        return gradients if self.coordinates is None else gradients[:, self.coordinates]
+
+
+def check_enumerable(prompt_length: int, tokens: int) -> None:
+    """Raise `InputError` where V^N prompts are too many."""
+    if tokens**prompt_length > MAX_PROMPTS:
+        raise InputError(
+            f"Expected at most {MAX_PROMPTS} prompts with `truth: exact`, but {prompt_length} "
+            f"positions of {tokens} tokens have {float(tokens) ** prompt_length:.1e}. Take "
+            "`truth: rloo` or `conditional`, or a shorter prompt."
+        )
+
+
+@torch.no_grad()
+def exact_truth(objective: Objective, logits: Tensor) -> Truth:
+    """The gradient over all V^N prompts."""
+    length, tokens = logits.shape
+    check_enumerable(length, tokens)
+    numbers = torch.arange(tokens**length, device=logits.device)
+    powers = tokens ** torch.arange(length, device=logits.device)
+    columns = numbers[:, None] // powers % tokens  # (V^N, N)
+    weighted = sample_log_probs(logits, columns).exp() * objective.hard_losses(columns)
+    # A_jv, the part of J that prompts with x_j = v make up.
+    parts = torch.zeros_like(logits)
+    for position in range(length):
+        parts[position].index_add_(0, columns[:, position], weighted)
+    gradient = parts - torch.softmax(logits, dim=-1) * weighted.sum()
+    return Truth("exact", len(columns), gradient.reshape(1, -1))
+
+
+@torch.no_grad()
+def conditional_truth(
+    objective: Objective,
+    logits: Tensor,
+    coordinates: Tensor,
+    samples: int,
+    blocks: int,
+    seed: int,
+) -> Truth:
+    """The gradient of chosen logits, (P,) indices into the flattened Z, from R prompts."""
+    columns = sample_prompts(logits, samples, seed)  # (R, N)
+    losses = objective.hard_losses(columns)  # (R,)
+    probabilities = torch.softmax(logits, dim=-1).flatten()[coordinates]  # (P,)
+    differences = losses.new_empty(len(coordinates), samples)  # (P, R)
+    for row, coordinate in enumerate(coordinates.tolist()):
+        position, token = divmod(coordinate, logits.shape[1])
+        changed = columns.clone()
+        changed[:, position] = token
+        # A prompt that holds the token already differs by 0: no pass is needed for it.
+        is_new = columns[:, position] != token
+        differences[row] = 0
+        if is_new.any():
+            differences[row, is_new] = objective.hard_losses(changed[is_new]) - losses[is_new]
+    means = torch.stack([part.mean(-1) for part in differences.tensor_split(blocks, dim=-1)])
+    return Truth("conditional", samples, means * probabilities, coordinates)
+
+
+def rloo_truth(
+    objective: Objective, logits: Tensor, samples: int, blocks: int, seeds: Sequence[int]
+) -> Truth:
+    """The gradient of all logits from many samples, in `blocks` independent parts."""
+    gradients = []
+    for seed in seeds[:blocks]:
+        columns = sample_prompts(logits, samples // blocks, seed)
+        losses = objective.hard_losses(columns)
+        gradient = score_function_gradient(logits, columns, losses, "rloo", losses.mean())
+        gradients.append(gradient.flatten())
+    return Truth("rloo", samples // blocks * blocks, torch.stack(gradients))
+
+
+def as_in_code_reference(
+    objective: Objective, logits: Tensor, num_samples: int, seeds: Sequence[int]
+) -> Truth:
+    """Mean of five calls of a fresh helper, the first of which gives 0: see the module's top."""
+    total = torch.zeros_like(logits)
+    kept: Tensor | None = None
+    for seed in seeds[:AS_IN_CODE_DRAWS]:
+        columns = sample_columns(logits, num_samples, seed)
+        losses = objective.hard_losses(columns)
+        average, kept = moving_average("as_code", kept, losses.mean())
+        gradient = score_function_gradient(logits, columns, losses, "as_code", average)
+        total += gradient / AS_IN_CODE_DRAWS
+    return Truth("as_in_code", AS_IN_CODE_DRAWS * num_samples, total.reshape(1, -1))
