@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 from dlmi.report.loading import Axis, best_point, last_point
 from dlmi.results import Inversion
 
@@ -36,8 +38,6 @@ class Estimate:
         """Student's confidence interval; everything, where there is no error."""
         if self.error is None:
             return -math.inf, math.inf
-        from scipy import stats
-
         reach = float(stats.t.ppf((1 + confidence) / 2, self.freedom)) * self.error
         return self.mean - reach, self.mean + reach
 

@@ -23,7 +23,7 @@ FORM_NAMES = {
 
 
 def group_titles(groups: Sequence[Group]) -> list[str]:
-    """The names of `group_names`, folders cut to their last part where that leaves them distinct."""
+    """As `group_names`, with folders cut to their last part where that leaves them distinct."""
     names = group_names(groups)
     short = [re.split(r"[/\\]", name.rstrip("/\\"))[-1] for name in names]
     return short if len(set(short)) == len(short) else names

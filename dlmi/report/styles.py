@@ -139,9 +139,14 @@ def styles_of(labels: Sequence[str]) -> dict[str, Style]:
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and written; the caller's come back after."""
-    with rc_context(_SETTINGS):  # type: ignore[arg-type]
+def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
+    """Matplotlib's settings while a figure is drawn and written; the caller's come back after.
+
+    Args:
+        svg_salt: Makes the ids within an SVG file, which would be random without one.
+    """
+    settings: dict[Any, Any] = {**_SETTINGS, "svg.hashsalt": svg_salt}
+    with rc_context(settings):
         yield
 
 

@@ -1,18 +1,15 @@
-"""Violins of gradient variance and bias, by estimator.
-
-Rows may be averaged only where they measure the same thing: see `gradient_sets`.
-"""
+"""Violins of gradient variance and bias, by estimator."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from dlmi.gradients.comparison import labels_of, values_of
+from dlmi.report.gradient_sets import GradientSet
 from dlmi.report.styles import Drawing, house_style, new_canvas, safe_text, styles_of
 
 # Column of a gradient row, and what its panel is called. The first two are the paper's; the others
@@ -23,65 +20,6 @@ STATISTICS = {
     "relative_variance": "variance / |mean|²",
     "bias_over_norm": "|bias| / |truth|",
 }
-
-
-@dataclass(frozen=True)
-class GradientSet:
-    """Gradient rows that may be compared.
-
-    Attributes:
-        title: What they have in common.
-        rows: Over estimators, targets, seeds and steps.
-    """
-
-    title: str
-    rows: tuple[Any, ...]
-
-    @property
-    def estimators(self) -> list[str]:
-        """In the order in which they come."""
-        return list(dict.fromkeys(row.estimator for row in self.rows))
-
-    def values(self, estimator: str, statistic: str) -> list[float]:
-        """All that are known."""
-        found = (getattr(r, statistic).value for r in self.rows if r.estimator == estimator)
-        return [value for value in found if value is not None]
-
-
-def read_gradients(files: Sequence[Path]) -> tuple[list[GradientSet], list[str]]:
-    """The rows of all files, set apart, and a note on each line that is none."""
-    from dlmi.gradients.rows import read_gradient_rows
-
-    by_file, notes = [], []
-    for file in files:
-        rows, broken = read_gradient_rows(file)
-        by_file.append(rows)
-        notes += [f"{line}: left out, not a gradient row" for line in broken]
-    return gradient_sets(by_file), notes
-
-
-def gradient_sets(by_file: Sequence[Sequence[Any]]) -> list[GradientSet]:
-    """Rows of one LM, N, M, S, loss, decode, trajectory and kind of truth."""
-    sets: dict[tuple[Any, ...], list[Any]] = {}
-    for rows in by_file:
-        kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
-        for row in rows:
-            key = (
-                *(row.model, row.fingerprint, row.dtype, row.prompt_length, row.target_length),
-                *(row.num_samples, row.loss, row.teacher_forcing, row.trajectory, *kinds),
-            )
-            sets.setdefault(key, []).append(row)
-    return [GradientSet(_title(rows[0], key[9:]), tuple(rows)) for key, rows in sets.items()]
-
-
-def _title(row: Any, kinds: Sequence[str]) -> str:
-    states = "its own run" if row.trajectory == "own" else f"a run of {row.trajectory}"
-    return (
-        f"{row.model.rstrip('/').split('/')[-1]}, {row.dtype}, N={row.prompt_length}, "
-        f"M={row.target_length}, S={row.num_samples}, {row.loss}, "
-        f"{'teacher forcing' if row.teacher_forcing else 'free run'}; states of {states}"
-        f"{'; truth: ' + ', '.join(kinds) if kinds else ''}"
-    )
 
 
 def draw_violins(sets: Sequence[GradientSet]) -> list[Drawing]:
@@ -95,9 +33,9 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Drawing]:
 
 
 def _draw_set(gradients: GradientSet, suffix: str) -> list[Drawing]:
-    estimators = gradients.estimators
+    estimators = labels_of(gradients.rows)
     shown = {
-        statistic: {e: gradients.values(e, statistic) for e in estimators}
+        statistic: {e: values_of(gradients.rows, e, statistic) for e in estimators}
         for statistic in STATISTICS
     }
     shown = {

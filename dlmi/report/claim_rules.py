@@ -1,0 +1,289 @@
+"""The paper's claims about LCS, each as a rule over one group's rows.
+
+A rule is given a `Scene` (rows, and which LCS counts) and returns its findings. Which of the
+paper's methods a series is follows from its settings, never from its label.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dlmi.report.estimates import (
+    Estimate,
+    Measure,
+    as_in_code_lcs,
+    by_target,
+    differences,
+    estimate,
+    honest_lcs,
+    mean_over_targets,
+    slope,
+)
+from dlmi.report.loading import Axis, Group, Series, last_point
+from dlmi.report.method_names import Role, paper_role
+from dlmi.report.naming import budget_name
+from dlmi.report.verdicts import NEGLIGIBLE, Finding, above, below, between
+
+LONG_PROMPT = 80
+LONG_RUN = 2048
+POOR = 0.2  # "below ~20%"
+NEAR_PERFECT = 0.9
+BARELY = 0.1
+SODA_FLAT_AFTER = 200
+
+# A budget: what it is counted in, and how much.
+Budget = tuple[Axis, float]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One group, looked at through one of the two metrics.
+
+    Attributes:
+        group: The rows.
+        lcs: The metric, by budget.
+        current_lcs: The same of the prompt of the moment, not of the best so far.
+    """
+
+    group: Group
+    lcs: Callable[[Axis, float], Measure]
+    current_lcs: Callable[[Axis, float], Measure]
+
+    def budgets(self) -> list[Budget]:
+        """From small to large."""
+        axis, values = self.group.budgets
+        return [(axis, at) for at in values]
+
+    def find(self, role: Role, length: int, tau: float | None = None) -> Series | None:
+        """The series that is this method of the paper; of several, tau0 = 100, then most rows."""
+        found = [s for s in self.group.series if s.prompt_length == length and role_of(s) == role]
+        found = [s for s in found if tau is None or tau_of(s) == tau]
+        return max(found, key=lambda s: (tau_of(s) == 100, len(s.rows)), default=None)
+
+    def settings(self) -> Iterator[tuple[int, Budget]]:
+        """Every N at every budget."""
+        for length in self.group.prompt_lengths:
+            for budget in self.budgets():
+                yield length, budget
+
+    def difference(
+        self, first: Series | None, second: Series | None, budget: Budget
+    ) -> tuple[str, Estimate] | None:
+        """First minus second, paired by target and seed, with its name."""
+        if first is None or second is None or first is second:
+            return None
+        found = estimate(differences(first.rows, second.rows, self.lcs(*budget)).values())
+        name = f"{first.label} - {second.label} at {place(first.prompt_length, budget)}"
+        return None if found is None else (name, found)
+
+
+def honest_scene(group: Group) -> Scene:
+    """Best discrete prompt within the budget, free greedy decode."""
+    return Scene(group, honest_lcs, _current_honest_lcs)
+
+
+def as_in_code_scene(group: Group) -> Scene:
+    """The relaxed prompt under the training decode."""
+    return Scene(group, as_in_code_lcs, as_in_code_lcs)
+
+
+def dlmi_is_best(scene: Scene) -> Iterator[Finding]:
+    """1a: above every method that is not a kind of DLMI."""
+    for length, budget in scene.settings():
+        dlmi = scene.find("DLMI", length)
+        for other in scene.group.series:
+            if other.prompt_length == length and other.rows[0].method != "DLMI":
+                yield from _above(scene.difference(dlmi, other, budget))
+
+
+def dlmi_is_near_perfect(scene: Scene) -> Iterator[Finding]:
+    """1b: mean LCS with long prompts and the long budget."""
+    for length, budget in scene.settings():
+        dlmi = scene.find("DLMI", length)
+        if dlmi is None or length < LONG_PROMPT or budget[0] != "step" or budget[1] < LONG_RUN:
+            continue
+        if found := mean_over_targets(dlmi.rows, scene.lcs(*budget)):
+            yield above(f"{dlmi.label} at {place(length, budget)}", found, NEAR_PERFECT, margin=0)
+
+
+def reinforce_is_poor(scene: Scene) -> Iterator[Finding]:
+    """2: mean LCS below 0.2 everywhere."""
+    for length, budget in scene.settings():
+        series = scene.find("REINFORCE", length)
+        if series and (found := mean_over_targets(series.rows, scene.lcs(*budget))):
+            yield below(f"{series.label} at {place(length, budget)}", found, POOR)
+
+
+def gbda_barely_beats_reinforce(scene: Scene) -> Iterator[Finding]:
+    """3a: above it, by less than 0.1."""
+    for length, budget in scene.settings():
+        pair = scene.find("GBDA", length), scene.find("REINFORCE", length)
+        if found := scene.difference(*pair, budget):
+            yield between(*found, -NEGLIGIBLE, BARELY)
+
+
+def gbda_is_below_dlmi(scene: Scene) -> Iterator[Finding]:
+    """3b: DLMI-TF above GBDA."""
+    for length, budget in scene.settings():
+        pair = scene.find("DLMI-TF", length), scene.find("GBDA", length)
+        yield from _above(scene.difference(*pair, budget))
+
+
+def gbda_gap_grows(scene: Scene) -> Iterator[Finding]:
+    """3c: the same difference rises with k."""
+    for length, budget in scene.settings():
+        first, second = scene.find("DLMI-TF", length), scene.find("GBDA", length)
+        if first is None or second is None:
+            continue
+        gaps = differences(first.rows, second.rows, scene.lcs(*budget))
+        if rise := slope(_against_k(first, gaps)):
+            name = f"rise of {first.label} - {second.label} from lowest to highest k"
+            yield above(f"{name} at {place(length, budget)}", rise)
+
+
+def temperature_matters_most(scene: Scene) -> Iterator[Finding]:
+    """4: learned temperatures bring more than teacher forcing does."""
+    for length, budget in scene.settings():
+        free = scene.find("DLMI-TF", length)
+        forced = free and scene.find("DLMI", length, tau_of(free))
+        fixed = scene.find("GBDA", length)
+        if free is None or forced is None or fixed is None:
+            continue
+        measure = scene.lcs(*budget)
+        by_temperature = differences(free.rows, fixed.rows, measure)
+        by_forcing = differences(forced.rows, free.rows, measure)
+        shared = by_temperature.keys() & by_forcing.keys()
+        found = estimate(by_temperature[t] - by_forcing[t] for t in shared)
+        if found:
+            names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
+            yield above(f"{names} at {place(length, budget)}", found)
+
+
+def forcing_saves_steps(scene: Scene) -> Iterator[Finding]:
+    """5: DLMI above DLMI-TF at the smallest budget."""
+    budget = scene.budgets()[0]
+    for length in scene.group.prompt_lengths:
+        free = scene.find("DLMI-TF", length)
+        forced = free and scene.find("DLMI", length, tau_of(free))
+        yield from _above(scene.difference(forced, free, budget))
+
+
+def longer_prompts_are_better(scene: Scene) -> Iterator[Finding]:
+    """6a: the longest N above the shortest, for every method."""
+    lengths = scene.group.prompt_lengths
+    for long in scene.group.series:
+        for short in scene.group.series:
+            same = long.label == short.label
+            if same and (long.prompt_length, short.prompt_length) == (lengths[-1], lengths[0]):
+                for budget in scene.budgets():
+                    if found := scene.difference(long, short, budget):
+                        name = f"{long.label}, N={lengths[-1]} - N={lengths[0]}"
+                        yield above(f"{name}, {budget_name(*budget)}", found[1])
+
+
+def dlmi_leads_on_hard_targets(scene: Scene) -> Iterator[Finding]:
+    """6b: at N >= 80, DLMI above every other method on the harder half of the difficulties."""
+    difficulties = sorted({row.k for row in scene.group.rows if row.k is not None})
+    hard = set(difficulties[len(difficulties) // 2 :])
+    for length, budget in scene.settings():
+        dlmi = scene.find("DLMI", length)
+        if dlmi is None or length < LONG_PROMPT:
+            continue
+        for other in scene.group.series:
+            if other.prompt_length == length and other.rows[0].method != "DLMI":
+                pair = [_only(series, hard) for series in (dlmi, other)]
+                for finding in _above(scene.difference(*pair, budget)):
+                    yield Finding(f"k >= {min(hard)}: {finding.what}", *_numbers(finding))
+
+
+def dlmi_is_robust(scene: Scene) -> Iterator[Finding]:
+    """8a: DLMI falls by less than 0.1 from the lowest to the highest k."""
+    for what, fall in _falls(scene, "DLMI"):
+        yield above(what, fall, -BARELY, margin=0)
+
+
+def soda_degrades(scene: Scene) -> Iterator[Finding]:
+    """8b: SODA falls with k."""
+    for what, fall in _falls(scene, "SODA"):
+        yield below(what, fall, 0.0, margin=NEGLIGIBLE)
+
+
+def soda_is_flat(scene: Scene) -> Iterator[Finding]:
+    """8c: SODA gains nothing after 200 steps."""
+    for length in scene.group.prompt_lengths:
+        soda = scene.find("SODA", length)
+        if soda is None or max(row.settings.get("steps", 0) for row in soda.rows) < 400:
+            continue
+        early, late = (by_target(soda.rows, scene.lcs("step", at)) for at in (SODA_FLAT_AFTER, 1e9))
+        if found := estimate(late[target] - early[target] for target in early):
+            name = f"{soda.label}, N={length}, gain after {SODA_FLAT_AFTER} steps"
+            yield below(name, found, NEGLIGIBLE)
+
+
+def more_steps_do_no_harm(scene: Scene) -> Iterator[Finding]:
+    """9: from the smallest to the largest budget, the prompt of the moment does not get worse."""
+    first, *_, last = scene.budgets() if len(scene.budgets()) > 1 else [None, None]
+    for series in scene.group.series:
+        if first is None or last is None or role_of(series) not in ("DLMI", "DLMI-TF"):
+            continue
+        early, late = (by_target(series.rows, scene.current_lcs(*b)) for b in (first, last))
+        if found := estimate(late[t] - early[t] for t in early.keys() & late.keys()):
+            name = f"{series.label}, N={series.prompt_length}, {last[1]:g} - {budget_name(*first)}"
+            yield above(name, found, -NEGLIGIBLE, margin=0)
+
+
+def higher_tau_is_better(scene: Scene) -> Iterator[Finding]:
+    """13: DLMI(100)-TF above DLMI(1)-TF at N >= 80."""
+    for length, budget in scene.settings():
+        if length >= LONG_PROMPT:
+            pair = scene.find("DLMI-TF", length, 100), scene.find("DLMI-TF", length, 1)
+            yield from _above(scene.difference(*pair, budget))
+
+
+def role_of(series: Series) -> Role | None:
+    """Which of the paper's methods a series is."""
+    return paper_role(series.rows[0].method, series.rows[0].settings)
+
+
+def tau_of(series: Series) -> float | None:
+    """Its tau0, or its fixed tau."""
+    settings = series.rows[0].settings
+    value = settings.get("tau0", settings.get("tau"))
+    return float(value) if isinstance(value, int | float) else None
+
+
+def place(length: int, budget: Budget) -> str:
+    """N and budget in words."""
+    return f"N={length}, {budget_name(*budget)}"
+
+
+def _current_honest_lcs(axis: Axis, at: float) -> Measure:
+    return lambda row: last_point(row, axis, at).lcs
+
+
+def _above(difference: tuple[str, Estimate] | None) -> list[Finding]:
+    return [] if difference is None else [above(*difference)]
+
+
+def _numbers(finding: Finding) -> tuple[Estimate, tuple[float, float], tuple[float, float]]:
+    return finding.estimate, finding.wanted, finding.refuted
+
+
+def _only(series: Series, difficulties: set[int]) -> Series | None:
+    rows = tuple(row for row in series.rows if row.k in difficulties)
+    return Series(series.label, series.prompt_length, rows) if rows else None
+
+
+def _against_k(series: Series, values: dict[str, float]) -> Sequence[tuple[float, float]]:
+    difficulties = {row.target_id: row.k for row in series.rows}
+    return [(float(k), values[t]) for t, k in difficulties.items() if k is not None and t in values]
+
+
+def _falls(scene: Scene, role: Role) -> Iterator[tuple[str, Estimate]]:
+    """Change of LCS from the lowest to the highest k, along the least-squares line."""
+    for length, budget in scene.settings():
+        series = scene.find(role, length)
+        if series is None:
+            continue
+        values = by_target(series.rows, scene.lcs(*budget))
+        if fall := slope(_against_k(series, values)):
+            yield f"{series.label} from lowest to highest k at {place(length, budget)}", fall
