@@ -1,27 +1,23 @@
-"""The paper's claims about LCS, each as a rule over one group's rows.
+"""The paper's claims about LCS and prompts, each as a rule that gives its findings in a scene."""
 
-A rule is given a `Scene` (rows, and which LCS counts) and returns its findings. Which of the
-paper's methods a series is follows from its settings, never from its label.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
 
 from dlmi.report.estimates import (
     Estimate,
-    Measure,
-    as_in_code_lcs,
     by_target,
     differences,
     estimate,
-    honest_lcs,
     mean_over_targets,
     slope,
 )
-from dlmi.report.loading import Axis, Group, Series, last_point
-from dlmi.report.method_names import Role, paper_role
+from dlmi.report.loading import Series
+from dlmi.report.method_names import Role
 from dlmi.report.naming import budget_name
+from dlmi.report.prompt_tables import log_perplexity
+from dlmi.report.scene import Scene, place, role_of, tau_of
 from dlmi.report.verdicts import NEGLIGIBLE, Finding, above, below, between
+from dlmi.results import Inversion
 
 LONG_PROMPT = 80
 LONG_RUN = 2048
@@ -29,61 +25,8 @@ POOR = 0.2  # "below ~20%"
 NEAR_PERFECT = 0.9
 BARELY = 0.1
 SODA_FLAT_AFTER = 200
-
-# A budget: what it is counted in, and how much.
-Budget = tuple[Axis, float]
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One group, looked at through one of the two metrics.
-
-    Attributes:
-        group: The rows.
-        lcs: The metric, by budget.
-        current_lcs: The same of the prompt of the moment, not of the best so far.
-    """
-
-    group: Group
-    lcs: Callable[[Axis, float], Measure]
-    current_lcs: Callable[[Axis, float], Measure]
-
-    def budgets(self) -> list[Budget]:
-        """From small to large."""
-        axis, values = self.group.budgets
-        return [(axis, at) for at in values]
-
-    def find(self, role: Role, length: int, tau: float | None = None) -> Series | None:
-        """The series that is this method of the paper; of several, tau0 = 100, then most rows."""
-        found = [s for s in self.group.series if s.prompt_length == length and role_of(s) == role]
-        found = [s for s in found if tau is None or tau_of(s) == tau]
-        return max(found, key=lambda s: (tau_of(s) == 100, len(s.rows)), default=None)
-
-    def settings(self) -> Iterator[tuple[int, Budget]]:
-        """Every N at every budget."""
-        for length in self.group.prompt_lengths:
-            for budget in self.budgets():
-                yield length, budget
-
-    def difference(
-        self, first: Series | None, second: Series | None, budget: Budget
-    ) -> tuple[str, Estimate] | None:
-        """First minus second, paired by target and seed, with its name."""
-        if first is None or second is None or first is second:
-            return None
-        found = estimate(differences(first.rows, second.rows, self.lcs(*budget)).values())
-        name = f"{first.label} - {second.label} at {place(first.prompt_length, budget)}"
-        return None if found is None else (name, found)
-
-
-def honest_scene(group: Group) -> Scene:
-    """Best discrete prompt within the budget, free greedy decode."""
-    return Scene(group, honest_lcs, _current_honest_lcs)
-
-
-def as_in_code_scene(group: Group) -> Scene:
-    """The relaxed prompt under the training decode."""
-    return Scene(group, as_in_code_lcs, as_in_code_lcs)
+OVERLAP_BOUND = 0.2
+TEMPERATURE_STEPS = 256
 
 
 def dlmi_is_best(scene: Scene) -> Iterator[Finding]:
@@ -190,9 +133,9 @@ def dlmi_leads_on_hard_targets(scene: Scene) -> Iterator[Finding]:
             continue
         for other in scene.group.series:
             if other.prompt_length == length and other.rows[0].method != "DLMI":
-                pair = [_only(series, hard) for series in (dlmi, other)]
-                for finding in _above(scene.difference(*pair, budget)):
-                    yield Finding(f"k >= {min(hard)}: {finding.what}", *_numbers(finding))
+                found = scene.difference(_only(dlmi, hard), _only(other, hard), budget)
+                if found is not None:
+                    yield above(f"k >= {min(hard)}: {found[0]}", found[1])
 
 
 def dlmi_is_robust(scene: Scene) -> Iterator[Finding]:
@@ -239,33 +182,44 @@ def higher_tau_is_better(scene: Scene) -> Iterator[Finding]:
             yield from _above(scene.difference(*pair, budget))
 
 
-def role_of(series: Series) -> Role | None:
-    """Which of the paper's methods a series is."""
-    return paper_role(series.rows[0].method, series.rows[0].settings)
+def temperature_falls(scene: Scene) -> Iterator[Finding]:
+    """14: the mean temperature is lower after 256 steps than at the start."""
+
+    def log_ratio(row: Inversion) -> float | None:
+        taus = [
+            point.means["tau"]
+            for point in row.trace
+            if point.means.get("tau", 0) > 0 and point.step <= TEMPERATURE_STEPS
+        ]
+        return math.log10(taus[-1] / taus[0]) if len(taus) > 1 else None
+
+    for series in scene.group.series:
+        found = mean_over_targets(series.rows, log_ratio)
+        if found is not None and role_of(series) in ("DLMI", "DLMI-TF"):
+            name = f"log10 of tau's change, {series.label}, N={series.prompt_length}"
+            yield below(name, found, 0.0)
 
 
-def tau_of(series: Series) -> float | None:
-    """Its tau0, or its fixed tau."""
-    settings = series.rows[0].settings
-    value = settings.get("tau0", settings.get("tau"))
-    return float(value) if isinstance(value, int | float) else None
+def overlap_is_small(scene: Scene) -> Iterator[Finding]:
+    """15: mean overlap below 0.2, for every method."""
+    for series in scene.group.series:
+        if found := mean_over_targets(series.rows, lambda row: row.overlap_ratio):
+            yield below(f"{series.label}, N={series.prompt_length}", found, OVERLAP_BOUND)
 
 
-def place(length: int, budget: Budget) -> str:
-    """N and budget in words."""
-    return f"N={length}, {budget_name(*budget)}"
-
-
-def _current_honest_lcs(axis: Axis, at: float) -> Measure:
-    return lambda row: last_point(row, axis, at).lcs
+def perplexity_is_huge(scene: Scene) -> Iterator[Finding]:
+    """16: geometric mean perplexity above the size of the vocabulary, for every method."""
+    rows = scene.group.rows
+    largest = max(i for row in rows for i in (*row.prompt_ids, *row.target_ids, *row.output_ids))
+    for series in scene.group.series:
+        if found := mean_over_targets(series.rows, log_perplexity):
+            name = f"ln perplexity, {series.label}, N={series.prompt_length}"
+            bound = math.log(largest + 1)
+            yield above(f"{name} (ln V >= {bound:.3g})", found, bound, margin=0)
 
 
 def _above(difference: tuple[str, Estimate] | None) -> list[Finding]:
     return [] if difference is None else [above(*difference)]
-
-
-def _numbers(finding: Finding) -> tuple[Estimate, tuple[float, float], tuple[float, float]]:
-    return finding.estimate, finding.wanted, finding.refuted
 
 
 def _only(series: Series, difficulties: set[int]) -> Series | None:

@@ -46,7 +46,8 @@ _ESCAPES = {
 
 _HEADER = """\
 % Written by dlmi. Needs \\usepackage{array,booktabs,longtable,textcomp,xcolor},
-% \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}. Characters beyond Latin-1 are shown by their number (U+...).
+% \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}.
+% Characters beyond Latin-1 are shown by their number (U+...).
 """
 
 
