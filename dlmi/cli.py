@@ -33,6 +33,7 @@ from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.inverter import Inverter
 from dlmi.memory import keep_freed_memory
+from dlmi.report.command import report_command
 from dlmi.version import __version__
 
 HELP = """\
@@ -44,6 +45,7 @@ commands:
   fit       invert a queue of targets:   python -m dlmi fit --config configs/quickstart.yaml
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
+  report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
 
 options:
@@ -122,6 +124,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fit": _fit,
     "targets": targets_command,
     "verify": verify_command,
+    "report": report_command,
     "bench": bench_command,
 }
 
