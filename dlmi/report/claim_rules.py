@@ -57,7 +57,7 @@ def reinforce_is_poor(scene: Scene) -> Iterator[Finding]:
 
 
 def gbda_barely_beats_reinforce(scene: Scene) -> Iterator[Finding]:
-    """3a: above it, by less than 0.1."""
+    """3a: about as good or above it, by less than 0.1."""
     for length, budget in scene.settings():
         pair = scene.find("GBDA", length), scene.find("REINFORCE", length)
         if found := scene.difference(*pair, budget):

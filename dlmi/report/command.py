@@ -47,9 +47,8 @@ def report_command(arguments: list[str]) -> int:
     )
     config = parser.parse_args(arguments)
     check_new_folder(config.out)
-    if config.steps is not None:
-        if not config.steps or min(config.steps) < 1:
-            raise InputError(f"Expected `--steps` to be positive numbers, but got {config.steps}.")
+    if config.steps is not None and min(config.steps, default=0) < 1:
+        raise InputError(f"Expected `--steps` to be positive numbers, but got {config.steps}.")
     write_report(config.runs, config.out, config.steps)
     print(f"report in {config.out}: open {config.out / PAGE} or {config.out / TEXT}")
     return 0

@@ -9,6 +9,7 @@ from dlmi.report.parts import Cell, ModelText, ReportTable
 # Longer tables may break over pages; longtable does not work in two columns, tabular does.
 _LONGEST_FLOAT = 40
 _LONGEST_PLAIN_CELL = 26
+_MOST_UPRIGHT_COLUMNS = 8
 
 _ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -45,7 +46,8 @@ _ESCAPES = {
 }
 
 _HEADER = """\
-% Written by dlmi. Needs \\usepackage{array,booktabs,longtable,textcomp,xcolor},
+% Written by dlmi.
+% Needs \\usepackage{amssymb,array,booktabs,graphicx,longtable,pdflscape,textcomp,xcolor},
 % \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}.
 % Characters beyond Latin-1 are shown by their number (U+...).
 """
@@ -92,17 +94,22 @@ def latex_table(table: ReportTable) -> str:
     caption = rf"\caption{{{escape_latex(f'{table.title}. {table.caption}')}}}"
     label = rf"\label{{tab:{table.name}}}"
     if len(table.rows) > _LONGEST_FLOAT:
+        is_broad = len(table.columns) > _MOST_UPRIGHT_COLUMNS
         lines = [
-            *(r"{\footnotesize", rf"\begin{{longtable}}{{{layout}}}", rf"{caption} {label} \\"),
+            *([r"\begin{landscape}"] if is_broad else []),
+            *(r"{\scriptsize", rf"\begin{{longtable}}{{{layout}}}", rf"{caption} {label} \\"),
             *(r"\toprule", head, r"\midrule", r"\endfirsthead"),
             *(r"\toprule", head, r"\midrule", r"\endhead", r"\bottomrule", r"\endfoot"),
             *(*body, r"\end{longtable}", "}"),
+            *([r"\end{landscape}"] if is_broad else []),
         ]
     else:
         lines = [
             *(r"\begin{table*}[t]", r"\centering\footnotesize", caption, label),
+            # As wide as the text at most, and no wider than it is.
+            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             *(rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body),
-            *(r"\bottomrule", r"\end{tabular}", r"\end{table*}"),
+            *(r"\bottomrule", r"\end{tabular}}", r"\end{table*}"),
         ]
     return _HEADER + "\n".join(lines) + "\n"
 

@@ -53,8 +53,8 @@ class Finding:
 
     def __str__(self) -> str:
         low, high = self.estimate.interval(CONFIDENCE)
-        interval = f" [{low:.3g}, {high:.3g}]" if math.isfinite(low) else " (no interval)"
-        return f"{self.what}: {self.estimate.mean:.3g}{interval}, {self.estimate.targets} targets"
+        interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(low) else " (no interval)"
+        return f"{self.what}: {self.estimate.mean:.3f}{interval}, {self.estimate.targets} targets"
 
     def distance(self) -> float:
         """How far the claim is from safe here: the larger, the worse."""
