@@ -25,7 +25,7 @@ from dlmi.report.styles import (
 from dlmi.results import Inversion
 
 _ROWS_PER_FIGURE = 4
-_BAR_INCHES = 0.06  # thinner bars cannot be told apart in print
+_BAR_INCHES = 0.045  # thinner bars cannot be told apart in print
 
 _CAPTION = (
     "Honest LCS (best discrete prompt within the budget, free greedy decode) against the targets' "

@@ -62,7 +62,7 @@ def write_report(runs: Sequence[Path], out: Path, steps: Sequence[int] | None = 
         out: Folder to write.
         steps: As the option of the command.
     """
-    # Here, since matplotlib and scipy would slow down the start of every other command.
+    # Here, since drawing and statistics would slow down the start of every other command.
     from dlmi.report.gradient_sets import read_gradients
     from dlmi.report.loading import load
     from dlmi.report.page import write_page

@@ -125,7 +125,7 @@ def _spread(rows: list[Inversion], count: int) -> list[Inversion]:
 def _prompt_cells(name: str, series: Series, row: Inversion) -> tuple[Cell, ...]:
     members = lcs_members(row.target_ids, row.output_ids)
     # Tokens may be parts of characters: the text as a whole is shown where nothing is marked.
-    output = [(token, not is_in) for token, is_in in zip(row.output_tokens, members, strict=False)]
+    output = [(token, not is_in) for token, is_in in zip(row.output_tokens, members, strict=True)]
     return (
         *(name, series.prompt_length, series.label, row.target_id, row.k),
         *(ModelText([(row.target_text, False)]), ModelText([(row.prompt_text, False)])),

@@ -83,6 +83,9 @@ def _check_row(row: Inversion) -> None:
     """Raise `InputError` for a row that is JSON but not a result that can be averaged."""
     if not row.trace or not row.target_ids or not row.prompt_ids:
         raise InputError("its trace, target or prompt is empty")
+    for kind in ("prompt", "target", "output"):
+        if len(getattr(row, f"{kind}_ids")) != len(getattr(row, f"{kind}_tokens")):
+            raise InputError(f"its {kind} has not as many texts as ids")
     shares = [row.lcs, *(point.lcs for point in row.trace)]
     shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):

@@ -57,9 +57,9 @@ def _draw_set(gradients: GradientSet, suffix: str) -> list[Drawing]:
             axes.set_yticklabels([])
     caption = (
         f"Gradient estimators on {gradients.title}. Logarithmic scale; violins over targets, seeds "
-        "and steps, with the extremes and, as a dot, the mean of the logarithms. Upper panels: the "
-        "largest value over all logits, as in the paper, which scales with the gradient; lower "
-        "ones: scale-free, with the sampling noise subtracted."
+        "and steps, with the extremes and, as a dot, the mean of the logarithms. Variance and bias "
+        "of a logit are the largest over all logits, as in the paper, and shrink with the "
+        "gradient itself; the ratios are free of scale, with the sampling noise subtracted."
     )
     if left_out:
         caption += f" {left_out} values that are 0 or below cannot be drawn and are left out."

@@ -104,9 +104,10 @@ def markdown_cell(value: Cell) -> str:
     if not isinstance(value, ModelText):
         return markdown_text(format_cell(value))
     parts = [(escape_markdown(text), is_wrong) for text, is_wrong in value.parts]
-    text = "".join(f"**[{shown}]**" if is_wrong else shown for shown, is_wrong in parts)
+    # Asterisks would not do: within a word Markdown shows them before a bracket.
+    text = "".join(f"<b>[{shown}]</b>" if is_wrong else shown for shown, is_wrong in parts)
     # Two marked tokens in a row are one marked piece, and a line may break after a space.
-    return text.replace("]****[", "").replace(escape_markdown("␣"), "␣<wbr>")
+    return text.replace("]</b><b>[", "").replace(escape_markdown("␣"), "␣<wbr>")
 
 
 def markdown_text(text: str) -> str:
