@@ -30,8 +30,9 @@ def write_figures(folder: Path, drawings: Sequence[Drawing]) -> list[Figure]:
     for drawing in drawings:
         with house_style(svg_salt=drawing.name):
             picture = io.StringIO()
-            drawing.canvas.savefig(picture, format="svg", metadata={"Date": None})
             drawing.canvas.savefig(folder / f"{drawing.name}.png", dpi=_DOTS_PER_INCH)
+            drawing.canvas.set_layout_engine("none")  # everything has its place by now
+            drawing.canvas.savefig(picture, format="svg", metadata={"Date": None})
             dateless = {"CreationDate": None}
             drawing.canvas.savefig(folder / f"{drawing.name}.pdf", metadata=dateless)
         svg = picture.getvalue()
