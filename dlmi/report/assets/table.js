@@ -21,7 +21,9 @@ const FIELDS = [
 function methodCell(i) {
   const label = data.methods[columns.method[i]];
   if (data.groups.length === 1) return label;
-  return make('div', '', [label, make('div', 'fine', data.groups[columns.group[i]])]);
+  const group = make('div', 'fine', data.groups[columns.group[i]]);
+  group.title = group.textContent;
+  return make('div', '', [label, group]);
 }
 
 function lcsCell(i) {
@@ -46,13 +48,16 @@ function markedOutput(i) {
 const NOTHING = { q: '', method: '', model: '', k: '', n: '', exact: '', sort: '', page: '1', open: '' };
 let view = { ...NOTHING };
 let shown = [];
+const PAGE_SIZE = 100;
 
+/** Whether the address holds a view; else it is a link to a section of the page. */
 function readAddress() {
   const address = location.hash.slice(1);
-  if (address && !address.includes('=')) return; // a link to a section of the page
+  if (address && !address.includes('=')) return false;
   const given = new URLSearchParams(address);
   view = { ...NOTHING };
   for (const name of Object.keys(view)) if (given.has(name)) view[name] = given.get(name);
+  return true;
 }
 
 function writeAddress() {
@@ -200,7 +205,7 @@ function drawPage() {
   const rows = shown.slice(first, first + PAGE_SIZE);
   const open = openRows();
   body.replaceChildren(...rows.flatMap((i) => (open.has(i) ? [resultRow(i, true), detailRow(i)] : resultRow(i))));
-  const range = rows.length ? `${whole(first + 1)}–${whole(first + rows.length)} of ` : '';
+  const range = rows.length ? `${whole(first + 1)} to ${whole(first + rows.length)} of ` : '';
   const rest = shown.length < data.count ? ` (${whole(data.count)} in all)` : '';
   document.getElementById('count').textContent = `${range}${whole(shown.length)} results${rest}`;
   drawPager(page, pages);
@@ -276,5 +281,5 @@ drawHead();
 drawFilters();
 readAddress();
 update();
-addEventListener('hashchange', () => { readAddress(); update(); });
+addEventListener('hashchange', () => readAddress() && update());
 addEventListener('beforeprint', () => document.querySelectorAll('details').forEach((each) => (each.open = true)));
