@@ -114,8 +114,10 @@ class Chromium:
                 "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text
             )
 
-    def emulate(self, width: int = 1400, height: int = 900, scheme: str = "light") -> None:
-        """Set the size of the window and the system's colour scheme."""
+    def emulate(
+        self, width: int = 1400, height: int = 900, scheme: str = "light", media: str = "screen"
+    ) -> None:
+        """Set the size of the window, the system's colour scheme, and screen or print."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -124,7 +126,7 @@ class Chromium:
             mobile=False,
         )
         feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
+        self.call("Emulation.setEmulatedMedia", media=media, features=[feature])
 
     def screenshot(self, file: Path) -> None:
         """What is to be seen, as PNG."""

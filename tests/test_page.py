@@ -397,6 +397,11 @@ def test_light_and_dark(browser, page):
     browser.open(page)
     assert browser.evaluate(ground) == dark
     assert text_of(browser, "#theme") == "Light"
+    ink = "getComputedStyle(document.body).color"
+    on_screen = browser.evaluate(ink)
+    browser.emulate(scheme="dark", media="print")
+    assert browser.evaluate(ink) != on_screen
+    assert browser.evaluate(ground) == "rgb(255, 255, 255)"
     paper = "getComputedStyle(document.querySelector('.paper')).backgroundColor"
     assert browser.evaluate(paper) == "rgb(255, 255, 255)"
     assert browser.evaluate("document.querySelector('.paper img').naturalWidth") > 0

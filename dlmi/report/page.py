@@ -39,8 +39,6 @@ class Headline:
         lcs: Mean honest LCS.
         as_in_code_lcs: Mean as-in-code LCS of the rows that have one.
         token_passes: Median cost.
-        targets: How many distinct targets.
-        seeds: How many distinct seeds.
     """
 
     label: str
@@ -50,8 +48,6 @@ class Headline:
     lcs: float
     as_in_code_lcs: float | None
     token_passes: float
-    targets: int
-    seeds: int
 
     @classmethod
     def of(cls, series: Series) -> "Headline":
@@ -66,8 +62,6 @@ class Headline:
             lcs=statistics.fmean(row.lcs for row in rows),
             as_in_code_lcs=statistics.fmean(soft) if soft else None,
             token_passes=statistics.median(r.forward_tokens + r.backward_tokens for r in rows),
-            targets=len({row.target_id for row in rows}),
-            seeds=len({row.seed for row in rows}),
         )
 
 

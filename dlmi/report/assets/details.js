@@ -1,4 +1,4 @@
-// ---- The details of one result, made when it is opened
+// The details of one result, made when it is opened.
 
 function detailRow(i) {
   const cell = make('td', '', details(i));
@@ -110,7 +110,8 @@ function definitions(pairs) {
 
 function matrix(i) {
   const spaced = (name) => name.replaceAll('_', ' ');
-  const head = make('tr', '', ['prompt', ...data.decodes.map(spaced)].map((name) => make('th', '', name)));
+  const heading = (name, scope) => Object.assign(make('th', '', spaced(name)), { scope });
+  const head = make('tr', '', ['prompt', ...data.decodes].map((name) => heading(name, 'col')));
   const rows = data.forms[columns.form[i]].map((form, place) => {
     const scores = data.decodes.map((decode, offset) => {
       const score = columns.matrix[i][place * data.decodes.length + offset];
@@ -119,7 +120,7 @@ function matrix(i) {
       if (form === 'best_so_far' && decode === 'free_greedy') cell.append(make('span', 'tag', 'honest'));
       return cell;
     });
-    return make('tr', '', [make('th', '', spaced(form)), ...scores]);
+    return make('tr', '', [heading(form, 'row'), ...scores]);
   });
   return make('table', 'matrix', [make('thead', '', head), make('tbody', '', rows)]);
 }

@@ -1,4 +1,4 @@
-// ---- The columns of the table
+// The table of all results: its columns, filters, order and pages.
 
 const FIELDS = [
   { key: 'id', title: 'Target id', kind: 'words', value: (i) => target(i).id },
