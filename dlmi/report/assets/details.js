@@ -163,6 +163,7 @@ function chart(title, steps, top, mark, lines) {
   for (const [name, values, isStepped] of lines) {
     const points = steps.map((step, p) => [x(step), values[p]]).filter(([, value]) => value !== null);
     const path = points.map(([px, value], p) => (p === 0 ? `M${px},${y(value)}` : isStepped ? `H${px}V${y(value)}` : `L${px},${y(value)}`));
+    if (path.length === 1) path.push('h1'); // a search of one evaluation: a dot
     svg.append(drawn('path', { class: `line ${name}`, d: path.join('') }));
   }
   return make('figure', '', [make('figcaption', '', title), svg]);
