@@ -16,12 +16,25 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 OPTIONS = (
-    "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync "
-    "--disable-dev-shm-usage --hide-scrollbars"
-).split()
+    "--headless",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
 # Gives the socket the two numbers that Chromium expects, then becomes Chromium.
-START = "import os, sys; s = int(sys.argv[1]); os.dup2(s, 3); os.dup2(s, 4); os.execv(sys.argv[2], sys.argv[2:])"  # noqa: E501
+START = """
+import os, sys
+for number in (3, 4):
+    os.dup2(int(sys.argv[1]), number)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Chromium:
@@ -101,8 +114,10 @@ class Chromium:
                 "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text
             )
 
-    def emulate(self, width: int = 1400, height: int = 900, scheme: str = "light") -> None:
-        """Set the size of the window and the system's colour scheme."""
+    def emulate(
+        self, width: int = 1400, height: int = 900, scheme: str = "light", media: str = "screen"
+    ) -> None:
+        """Set the size of the window, the system's colour scheme, and screen or print."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -111,7 +126,7 @@ class Chromium:
             mobile=False,
         )
         feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
+        self.call("Emulation.setEmulatedMedia", media=media, features=[feature])
 
     def screenshot(self, file: Path) -> None:
         """What is to be seen, as PNG."""

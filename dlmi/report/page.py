@@ -18,6 +18,8 @@ from dlmi.report.parts import Cell, Figure, ReportTable
 from dlmi.results import Inversion
 from dlmi.version import __version__
 
+DASH = "\N{EN DASH}"
+
 # One script in the page: each of them uses what those before it define.
 SCRIPTS = ("elements.js", "details.js", "table.js")
 
@@ -37,8 +39,6 @@ class Headline:
         lcs: Mean honest LCS.
         as_in_code_lcs: Mean as-in-code LCS of the rows that have one.
         token_passes: Median cost.
-        targets: How many distinct targets.
-        seeds: How many distinct seeds.
     """
 
     label: str
@@ -48,8 +48,6 @@ class Headline:
     lcs: float
     as_in_code_lcs: float | None
     token_passes: float
-    targets: int
-    seeds: int
 
     @classmethod
     def of(cls, series: Series) -> "Headline":
@@ -64,8 +62,6 @@ class Headline:
             lcs=statistics.fmean(row.lcs for row in rows),
             as_in_code_lcs=statistics.fmean(soft) if soft else None,
             token_passes=statistics.median(r.forward_tokens + r.backward_tokens for r in rows),
-            targets=len({row.target_id for row in rows}),
-            seeds=len({row.seed for row in rows}),
         )
 
 
@@ -116,11 +112,11 @@ def write_page(
 def format_cell(value: Cell) -> str:
     """A cell of a table as it is shown.
 
-    >>> [format_cell(value) for value in (None, 0.12345, 12345, 1234.5, 3e-5, "a")]
-    ['–', '0.123', '12,345', '1,234.5', '3e-05', 'a']
+    >>> [format_cell(value) for value in (0.12345, 12345, 1234.5, 3e-5, "a")]
+    ['0.123', '12,345', '1,234.5', '3e-05', 'a']
     """
     if value is None:
-        return "–"
+        return DASH
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

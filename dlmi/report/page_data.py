@@ -104,9 +104,9 @@ def _row(
     tables: dict[str, _SideTable], row: Inversion, group_index: int, label: str
 ) -> dict[str, Any]:
     environment = {
-        name: getattr(row, name)
-        for name in ("model", "revision", "fingerprint", "dtype", "device", "versions")
+        name: getattr(row, name) for name in ("model", "revision", "fingerprint", "dtype", "device")
     }
+    environment |= row.versions
     is_exact = row.output_ids == row.target_ids
     members = [] if is_exact else lcs_members(row.target_ids, row.output_ids)
     return {

@@ -5,7 +5,6 @@
 
 const data = JSON.parse(document.getElementById('data').textContent);
 const columns = data.columns;
-const PAGE_SIZE = 100;
 const DASH = '–';
 
 // ---- Text and elements
@@ -14,6 +13,7 @@ const NAMED = { '\n': '⏎', '\t': '⇥', '\r': '␍' };
 
 /** Control, format and bidi characters spelled out, as `dlmi.display.visible` does. */
 function visible(text) {
+  if (/^[ -~]*$/.test(text)) return text; // most are plain, and this is much faster
   return text.replace(/[\p{C}\p{Z}]/gu, (character) => {
     if (character === ' ') return character;
     if (NAMED[character]) return NAMED[character];
@@ -57,7 +57,7 @@ function button(label, onClick, className) {
 const integers = new Intl.NumberFormat('en-GB', { maximumFractionDigits: 0 });
 const decimals = (digits) => (value) => (value === null ? DASH : value.toFixed(digits));
 const whole = (value) => (value === null ? DASH : integers.format(value));
-const percent = (value) => (value === null ? DASH : `${Math.round(100 * value)} %`);
+const percent = (value) => (value === null ? DASH : `${Math.round(100 * value)}%`);
 
 function compact(value) {
   if (value === null) return DASH;

@@ -1,4 +1,4 @@
-// ---- The columns of the table
+// The table of all results: its columns, filters, order and pages.
 
 const FIELDS = [
   { key: 'id', title: 'Target id', kind: 'words', value: (i) => target(i).id },
@@ -7,21 +7,27 @@ const FIELDS = [
   { key: 'n', title: 'N', kind: 'minor', value: promptLength },
   { key: 'seed', title: 'Seed', kind: 'minor', value: column('seed') },
   { key: 'lcs', title: 'Honest LCS', value: column('lcs'), cell: lcsCell },
-  { key: 'exact', title: 'Exact', kind: 'minor', value: column('exact'), cell: (i) => (columns.exact[i] ? '✓ yes' : 'no') },
-  { key: 'steps', title: 'Steps', kind: 'minor', value: column('steps'), cell: (i) => whole(columns.steps[i]) },
-  { key: 'passes', title: 'Token passes', kind: 'minor', value: tokenPasses, cell: (i) => whole(tokenPasses(i)) },
-  { key: 'seconds', title: 'Seconds', kind: 'minor', value: column('seconds'), cell: (i) => compact(columns.seconds[i]) },
-  { key: 'perplexity', title: 'Prompt perplexity', kind: 'minor', value: column('perplexity'), cell: (i) => compact(columns.perplexity[i]) },
+  { key: 'exact', title: 'Exact', kind: 'minor', value: column('exact'), format: (exact) => (exact ? '✓ yes' : 'no') },
+  { key: 'steps', title: 'Steps', kind: 'minor', value: column('steps'), format: whole },
+  { key: 'passes', title: 'Token passes', kind: 'minor', value: tokenPasses, format: whole },
+  { key: 'seconds', title: 'Seconds', kind: 'minor', value: column('seconds'), format: compact },
+  { key: 'perplexity', title: 'Prompt perplexity', kind: 'minor', value: column('perplexity'), format: compact },
   { key: 'stop', title: 'Stopped', kind: 'words minor', value: named('stop', 'stops') },
-  { key: 'target', title: 'Target', kind: 'words said minor', value: (i) => target(i).text, cell: (i) => make('div', 'clamp', target(i).text) },
+  { key: 'target', title: 'Target', kind: 'words said minor', value: (i) => target(i).text, format: clamped },
   { key: 'output', title: 'Output', kind: 'words said', value: outputText, cell: markedOutput },
 ];
+
+function clamped(content) {
+  return make('div', 'clamp', content);
+}
 
 /** The method; where there are several groups, over the name of its own. */
 function methodCell(i) {
   const label = data.methods[columns.method[i]];
   if (data.groups.length === 1) return label;
-  return make('div', '', [label, make('div', 'fine', data.groups[columns.group[i]])]);
+  const group = make('div', 'fine', data.groups[columns.group[i]]);
+  group.title = group.textContent;
+  return make('div', '', [label, group]);
 }
 
 function lcsCell(i) {
@@ -38,7 +44,7 @@ function markedOutput(i) {
     parts.at(-1).append(visible(data.vocabulary[token][1]));
     wasMember = member;
   });
-  return make('div', 'clamp', parts);
+  return clamped(parts);
 }
 
 // ---- The view: what is filtered, how it is sorted; kept in the address so that it can be linked
@@ -46,13 +52,16 @@ function markedOutput(i) {
 const NOTHING = { q: '', method: '', model: '', k: '', n: '', exact: '', sort: '', page: '1', open: '' };
 let view = { ...NOTHING };
 let shown = [];
+const PAGE_SIZE = 100;
 
+/** Whether the address holds a view; else it is a link to a section of the page. */
 function readAddress() {
   const address = location.hash.slice(1);
-  if (address && !address.includes('=')) return; // a link to a section of the page
+  if (address && !address.includes('=')) return false;
   const given = new URLSearchParams(address);
   view = { ...NOTHING };
   for (const name of Object.keys(view)) if (given.has(name)) view[name] = given.get(name);
+  return true;
 }
 
 function writeAddress() {
@@ -199,8 +208,9 @@ function drawPage() {
   const first = (page - 1) * PAGE_SIZE;
   const rows = shown.slice(first, first + PAGE_SIZE);
   const open = openRows();
-  body.replaceChildren(...rows.flatMap((i) => (open.has(i) ? [resultRow(i, true), detailRow(i)] : resultRow(i))));
-  const range = rows.length ? `${whole(first + 1)}–${whole(first + rows.length)} of ` : '';
+  body.replaceChildren(
+    ...rows.flatMap((i) => (open.has(i) ? [resultRow(i, true), detailRow(i)] : resultRow(i))));
+  const range = rows.length ? `${whole(first + 1)} to ${whole(first + rows.length)} of ` : '';
   const rest = shown.length < data.count ? ` (${whole(data.count)} in all)` : '';
   document.getElementById('count').textContent = `${range}${whole(shown.length)} results${rest}`;
   drawPager(page, pages);
@@ -226,7 +236,8 @@ function resultRow(i, isOpen = false) {
   const row = make('tr', columns.exact[i] ? 'result exact' : 'result');
   row.dataset.row = i;
   for (const field of FIELDS) {
-    const content = field.cell ? field.cell(i) : field.value(i) ?? DASH;
+    const value = field.value(i);
+    const content = field.cell?.(i) ?? field.format?.(value) ?? value ?? DASH;
     const isFirst = field.key === 'id';
     const cell = make(isFirst ? 'th' : 'td', field.kind, isFirst ? make('button', 'open', content) : content);
     row.append(cell);
@@ -276,5 +287,7 @@ drawHead();
 drawFilters();
 readAddress();
 update();
-addEventListener('hashchange', () => { readAddress(); update(); });
-addEventListener('beforeprint', () => document.querySelectorAll('details').forEach((each) => (each.open = true)));
+addEventListener('hashchange', () => readAddress() && update());
+addEventListener('beforeprint', () => {
+  for (const folded of document.querySelectorAll('details')) folded.open = true;
+});
