@@ -31,6 +31,7 @@ from dlmi.checks import check_run
 from dlmi.commands import targets_command, verify_command
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
+from dlmi.gradients.command import gradients_command
 from dlmi.inverter import Inverter
 from dlmi.memory import keep_freed_memory
 from dlmi.report.command import report_command
@@ -47,6 +48,7 @@ commands:
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
   report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
+  gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
 
 options:
   --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
@@ -126,6 +128,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "verify": verify_command,
     "report": report_command,
     "bench": bench_command,
+    "gradients": gradients_command,
 }
 
 
