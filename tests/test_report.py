@@ -673,6 +673,25 @@ def run(*arguments):
     return stop.value.code or 0
 
 
+def test_help_says_what_it_takes(capsys):
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert "usage: python -m dlmi report RUNS... --out DIR" in out
+    assert "new or empty" in " ".join(out.split())
+
+
+def test_many_budgets_and_groups_are_spread_over_rows_and_figures(make_row, write_run, tmp_path):
+    for i in range(7):
+        rows = [make_row(0.0, 0.1, model=f"m{i}", fingerprint=f"{i}")]
+        write_run(str(i), rows, label="a", budgets=[1, 2, 3, 10])
+    loaded = load([tmp_path / "runs"])
+    first, second = draw_bars(loaded)
+    assert (first.name, second.name) == ("lcs_by_k", "lcs_by_k_2")
+    assert [len(drawing.canvas.axes) for drawing in (first, second)] == [16, 12]
+    assert first.canvas.axes[0].get_gridspec().ncols == 3
+    assert [len(drawing.canvas.axes) for drawing in draw_anytime(loaded, "step")] == [6, 1]
+
+
 def test_the_command_writes_everything(two_methods, make_row, write_run, tmp_path, capsys):
     folder = write_run("hostile", [make_row(0.5, prompt_text=HOSTILE, model="a/<b>", k=None)])
     with (folder / "results.jsonl").open("a") as file:

@@ -25,6 +25,7 @@ from dlmi.report.styles import (
 from dlmi.results import Inversion
 
 _ROWS_PER_FIGURE = 4
+_MOST_COLUMNS = 3
 _BAR_INCHES = 0.045  # thinner bars cannot be told apart in print
 
 _CAPTION = (
@@ -57,22 +58,24 @@ def draw_bars(loaded: Loaded) -> list[Drawing]:
 def _draw_page(
     places: Sequence[tuple[str, Group, int]], styles: dict[str, Style], suffix: str
 ) -> Drawing:
-    columns = max(len(group.budgets[1]) for _, group, _ in places)
+    columns = min(_MOST_COLUMNS, max(len(group.budgets[1]) for _, group, _ in places))
+    heights = [-(-len(group.budgets[1]) // columns) for _, group, _ in places]  # rows of a place
+    rows = sum(heights)
     widest = max(_panel_inches(group, length) for _, group, length in places)
-    width = max(6.8, columns * widest + 0.5)
-    canvas = new_canvas(width, 2.0 * len(places) + 0.9)
+    canvas = new_canvas(max(6.8, columns * widest + 0.5), 2.0 * rows + 0.9)
     shown: dict[str, None] = {}
-    for row, (name, group, length) in enumerate(places):
+    for number, (name, group, length) in enumerate(places):
         axis, budgets = group.budgets
-        for column, at in enumerate(budgets):
-            axes = canvas.add_subplot(len(places), columns, row * columns + column + 1)
-            axes.set_title(safe_text(f"{name}, N={length}, {budget_name(axis, at)}", 60))
-            members = [s for s in group.series if s.prompt_length == length]
+        members = [series for series in group.series if series.prompt_length == length]
+        shown |= dict.fromkeys(series.label for series in members)
+        for i, at in enumerate(budgets):
+            row = sum(heights[:number]) + i // columns
+            axes = canvas.add_subplot(rows, columns, row * columns + i % columns + 1)
+            axes.set_title(safe_text(f"{name}, N={length}, {budget_name(axis, at)}", 44))
             _draw_panel(axes, members, styles, honest_lcs(axis, at))
-            shown |= dict.fromkeys(series.label for series in members)
-            if column == 0:
+            if i % columns == 0:
                 axes.set_ylabel("honest LCS")
-            if row == len(places) - 1:
+            if row == rows - 1:
                 axes.set_xlabel("difficulty k of the target")
     handles: list[Any] = [Patch(**styles[label].bar) for label in styles if label in shown]
     handles += [Line2D([0, 1], [0, 0], **floor_line(floor)) for floor in FLOORS]

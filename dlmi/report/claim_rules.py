@@ -59,28 +59,31 @@ def reinforce_is_poor(scene: Scene) -> Iterator[Finding]:
 def gbda_barely_beats_reinforce(scene: Scene) -> Iterator[Finding]:
     """3a: about as good or above it, by less than 0.1."""
     for length, budget in scene.settings():
-        pair = scene.find("GBDA", length), scene.find("REINFORCE", length)
-        if found := scene.difference(*pair, budget):
-            yield between(*found, -NEGLIGIBLE, BARELY)
+        reinforce = scene.find("REINFORCE", length)
+        for gbda in scene.find_all("GBDA", length):
+            if found := scene.difference(gbda, reinforce, budget):
+                yield between(*found, -NEGLIGIBLE, BARELY)
 
 
 def gbda_is_below_dlmi(scene: Scene) -> Iterator[Finding]:
     """3b: DLMI-TF above GBDA."""
     for length, budget in scene.settings():
-        pair = scene.find("DLMI-TF", length), scene.find("GBDA", length)
-        yield from _above(scene.difference(*pair, budget))
+        dlmi = scene.find("DLMI-TF", length)
+        for gbda in scene.find_all("GBDA", length):
+            yield from _above(scene.difference(dlmi, gbda, budget))
 
 
 def gbda_gap_grows(scene: Scene) -> Iterator[Finding]:
     """3c: the same difference rises with k."""
     for length, budget in scene.settings():
-        first, second = scene.find("DLMI-TF", length), scene.find("GBDA", length)
-        if first is None or second is None:
+        dlmi = scene.find("DLMI-TF", length)
+        if dlmi is None:
             continue
-        gaps = differences(first.rows, second.rows, scene.lcs(*budget))
-        if rise := slope(_against_k(first, gaps)):
-            name = f"rise of {first.label} - {second.label} from lowest to highest k"
-            yield above(f"{name} at {place(length, budget)}", rise)
+        for gbda in scene.find_all("GBDA", length):
+            gaps = differences(dlmi.rows, gbda.rows, scene.lcs(*budget))
+            if rise := slope(_against_k(dlmi, gaps)):
+                name = f"rise of {dlmi.label} - {gbda.label} from lowest to highest k"
+                yield above(f"{name} at {place(length, budget)}", rise)
 
 
 def temperature_matters_most(scene: Scene) -> Iterator[Finding]:
@@ -88,17 +91,16 @@ def temperature_matters_most(scene: Scene) -> Iterator[Finding]:
     for length, budget in scene.settings():
         free = scene.find("DLMI-TF", length)
         forced = free and scene.find("DLMI", length, tau_of(free))
-        fixed = scene.find("GBDA", length)
-        if free is None or forced is None or fixed is None:
+        if free is None or forced is None:
             continue
         measure = scene.lcs(*budget)
-        by_temperature = differences(free.rows, fixed.rows, measure)
         by_forcing = differences(forced.rows, free.rows, measure)
-        shared = by_temperature.keys() & by_forcing.keys()
-        found = estimate(by_temperature[t] - by_forcing[t] for t in shared)
-        if found:
-            names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
-            yield above(f"{names} at {place(length, budget)}", found)
+        for fixed in scene.find_all("GBDA", length):
+            by_temperature = differences(free.rows, fixed.rows, measure)
+            shared = by_temperature.keys() & by_forcing.keys()
+            if found := estimate(by_temperature[t] - by_forcing[t] for t in shared):
+                names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
+                yield above(f"{names} at {place(length, budget)}", found)
 
 
 def forcing_saves_steps(scene: Scene) -> Iterator[Finding]:
@@ -157,7 +159,7 @@ def soda_is_flat(scene: Scene) -> Iterator[Finding]:
         if soda is None or max(row.settings.get("steps", 0) for row in soda.rows) < 400:
             continue
         early, late = (by_target(soda.rows, scene.lcs("step", at)) for at in (SODA_FLAT_AFTER, 1e9))
-        if found := estimate(late[target] - early[target] for target in early):
+        if found := estimate(late[t] - early[t] for t in early.keys() & late.keys()):
             name = f"{soda.label}, N={length}, gain after {SODA_FLAT_AFTER} steps"
             yield below(name, found, NEGLIGIBLE)
 

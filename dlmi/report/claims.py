@@ -55,7 +55,9 @@ def claims_table(loaded: Loaded, gradients: Sequence[GradientSet]) -> ReportTabl
         f"intervals are where it wants them; it fails if one lies wholly where it cannot be, after "
         f"Bonferroni's correction (for differences that includes everything below {NEGLIGIBLE}); "
         f"otherwise, or with fewer than {MIN_TARGETS} targets, it is not decided. Verdicts are of "
-        "these runs, LMs and targets, and of the method's settings in them. The last two columns "
+        "these runs, LMs and targets, and of the method's settings in them; which of the paper's "
+        "methods a run is follows from its settings, and of several DLMI the one with tau0 = 100 "
+        "and the most rows counts. The last two columns "
         "apply the same rule to the LCS as in the authors' code (for gradients: to the largest "
         "variance and bias of a logit, as in the paper)."
     )

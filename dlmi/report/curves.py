@@ -20,7 +20,6 @@ from dlmi.report.styles import (
     house_style,
     legend_below,
     new_canvas,
-    panels,
     safe_text,
     styles_of,
 )
@@ -28,6 +27,7 @@ from dlmi.results import Inversion
 
 _POINTS = 160  # of a curve
 _MARKS = 7  # markers along it
+_PANELS_PER_FIGURE = 6
 
 # What a row was worth at each evaluation: positions, ascending, and values.
 Path = tuple[list[float], list[float]]
@@ -92,11 +92,9 @@ def draw_anytime(loaded: Loaded, axis: Axis) -> list[Drawing]:
         "averaged first, and a band of one standard error over targets. A target that stopped "
         "keeps its value to the end of its method's curve."
     )
-    drawing = _draw(loaded, axis, best_so_far, "best honest LCS so far", is_share=True)
-    if drawing is None:
-        return []
-    drawing_name = f"anytime_{'steps' if axis == 'step' else axis}"
-    return [Drawing(drawing_name, f"Best LCS so far by {unit}", caption, drawing)]
+    name = f"anytime_{'steps' if axis == 'step' else axis}"
+    pages = _draw(loaded, axis, best_so_far, "best honest LCS so far", is_share=True)
+    return _named(pages, name, f"Best LCS so far by {unit}", caption)
 
 
 def draw_temperature(loaded: Loaded) -> list[Drawing]:
@@ -106,8 +104,13 @@ def draw_temperature(loaded: Loaded) -> list[Drawing]:
         "seeds averaged first, and a band of one standard error over targets. A target that "
         "stopped keeps its last value."
     )
-    drawing = _draw(loaded, "step", temperature, "temperature τ", is_share=False)
-    return [Drawing("temperature", "Temperature by step", caption, drawing)] if drawing else []
+    pages = _draw(loaded, "step", temperature, "temperature τ", is_share=False)
+    return _named(pages, "temperature", "Temperature by step", caption)
+
+
+def _named(pages: Sequence[Canvas], name: str, title: str, caption: str) -> list[Drawing]:
+    names = [name if i == 0 else f"{name}_{i + 1}" for i in range(len(pages))]
+    return [Drawing(each, title, caption, page) for each, page in zip(names, pages, strict=True)]
 
 
 def _draw(
@@ -116,7 +119,7 @@ def _draw(
     path: Callable[[Inversion, Axis], Path],
     height_name: str,
     is_share: bool,
-) -> Canvas | None:
+) -> list[Canvas]:
     labels = list(dict.fromkeys(label for group in loaded.groups for label in group.labels))
     styles = styles_of(labels)
     places = []
@@ -127,26 +130,38 @@ def _draw(
             curves = [(label, curve) for label, curve in found if curve is not None]
             if curves:
                 places.append((f"{name}, N={length}", curves))
-    if not places:
-        return None
+    with house_style():
+        return [
+            _draw_page(places[i : i + _PANELS_PER_FIGURE], styles, axis, height_name, is_share)
+            for i in range(0, len(places), _PANELS_PER_FIGURE)
+        ]
+
+
+def _draw_page(
+    places: Sequence[tuple[str, list[tuple[str, Curve]]]],
+    styles: dict[str, Style],
+    axis: Axis,
+    height_name: str,
+    is_share: bool,
+) -> Canvas:
     columns = min(2, len(places))
     rows = -(-len(places) // columns)
-    with house_style():
-        canvas = new_canvas(6.8, 2.5 * rows + 0.9)
-        shown = dict.fromkeys(label for _, curves in places for label, _ in curves)
-        for i, axes in enumerate(panels(canvas, rows, columns, len(places))):
-            title, curves = places[i]
-            axes.set_title(safe_text(title, 60))
-            for label, curve in curves:
-                _draw_curve(axes, curve, styles[label], labels.index(label), is_share)
-            _set_scales(axes, axis, is_share)
-            if i % columns == 0:
-                axes.set_ylabel(height_name)
-            if i + columns >= len(places):
-                axes.set_xlabel(AXIS_UNITS[axis])
-        order = [label for label in styles if label in shown]
-        handles = [Line2D([0], [0], **styles[label].line) for label in order]
-        legend_below(canvas, handles, [safe_text(label) for label in order])
+    canvas = new_canvas(6.8, 2.5 * rows + 0.9)
+    labels = list(styles)
+    for i, (title, curves) in enumerate(places):
+        axes = canvas.add_subplot(rows, columns, i + 1)
+        axes.set_title(safe_text(title, 60 // columns + 14))
+        for label, curve in curves:
+            _draw_curve(axes, curve, styles[label], labels.index(label), is_share)
+        _set_scales(axes, axis, is_share)
+        if i % columns == 0:
+            axes.set_ylabel(height_name)
+        if i + columns >= len(places):
+            axes.set_xlabel(AXIS_UNITS[axis])
+    shown = {label for _, curves in places for label, _ in curves}
+    order = [label for label in labels if label in shown]
+    handles = [Line2D([0], [0], **styles[label].line) for label in order]
+    legend_below(canvas, handles, [safe_text(label) for label in order])
     return canvas
 
 

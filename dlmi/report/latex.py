@@ -9,7 +9,7 @@ from dlmi.report.parts import Cell, ModelText, ReportTable
 # Longer tables may break over pages; longtable does not work in two columns, tabular does.
 _LONGEST_FLOAT = 40
 _LONGEST_PLAIN_CELL = 26
-_MOST_UPRIGHT_COLUMNS = 8
+_MOST_UPRIGHT_COLUMNS = 7
 
 _ESCAPES = {
     "\\": r"\textbackslash{}",

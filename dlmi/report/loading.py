@@ -5,14 +5,12 @@ Rows are averaged only within a `Group`: the same LM, dtype and set of targets. 
 """
 
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dlmi.errors import InputError
-from dlmi.report.method_names import natural_order, paper_name
+from dlmi.report.method_names import natural_order, run_labels
 from dlmi.report.result_files import (
     CELL_FILE,
     GRADIENTS_FILE,
@@ -28,9 +26,6 @@ from dlmi.results import Inversion
 from dlmi.slots import TracePoint
 
 __all__ = ["CELL_FILE", "Axis", "Group", "Loaded", "Series", "best_point", "last_point", "load"]
-
-# Settings that do not tell methods apart: they have axes of their own in a report.
-_AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ def _within(row: Inversion, axis: Axis, at: float | None) -> Sequence[TracePoint
 
 
 def _groups(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    labels = _labels(runs)
+    labels = run_labels([run.label for run in runs], [run.rows[0] for run in runs])
     by_group: dict[tuple[str, str, str, str], list[tuple[str, Run]]] = {}
     for run, label in zip(runs, labels, strict=True):
         first = run.rows[0]
@@ -239,29 +234,3 @@ def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...
         axis = found[0][0]
         return axis, tuple(sorted({v for a, values in found if a == axis for v in values}))
     return "step", (float(max(row.steps for _, run in members for row in run.rows)),)
-
-
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """The grid's names, else the paper's; with the settings in which runs of one name differ."""
-    firsts = [run.rows[0] for run in runs]
-    names = [
-        run.label if run.label is not None else paper_name(first.method, first.settings)
-        for run, first in zip(runs, firsts, strict=True)
-    ]
-    settings: dict[str, list[dict[str, Any]]] = {}
-    for name, first in zip(names, firsts, strict=True):
-        settings.setdefault(name, []).append({"method": first.method, **first.settings})
-    labels = []
-    for name, first in zip(names, firsts, strict=True):
-        mine = {"method": first.method, **first.settings}
-        differing = [
-            f"{key}={mine.get(key)}"
-            for key in dict.fromkeys(key for some in settings[name] for key in some)
-            if key not in _AXES and _differs(key, settings[name])
-        ]
-        labels.append(f"{name} {' '.join(differing)}" if differing else name)
-    return labels
-
-
-def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:
-    return len({json.dumps(s.get(name), sort_keys=True) for s in settings}) > 1

@@ -1,8 +1,14 @@
 """Methods by their settings, in the words of the DLMI paper."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+from dlmi.results import Inversion
+
+# Settings that do not tell methods apart: they have axes of their own in a report.
+_AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
 
 Role = Literal["DLMI", "DLMI-TF", "GBDA", "REINFORCE", "SODA"]
 
@@ -53,3 +59,33 @@ def natural_order(label: str) -> list[tuple[int, str]]:
     """
     parts = re.split(r"(\d+)", label)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list[str]:
+    """What each run is called: its name in a comparison, else the paper's.
+
+    Runs of one name that differ in settings get those added.
+
+    Args:
+        names: In a comparison; None outside of one.
+        firsts: One row of each run.
+    """
+    found = [
+        paper_name(first.method, first.settings) if name is None else name
+        for name, first in zip(names, firsts, strict=True)
+    ]
+    settings = [{"method": first.method, **first.settings} for first in firsts]
+    labels = []
+    for name, mine in zip(found, settings, strict=True):
+        alike = [other for label, other in zip(found, settings, strict=True) if label == name]
+        differing = [
+            f"{key}={mine.get(key)}"
+            for key in dict.fromkeys(key for other in alike for key in other)
+            if key not in _AXES and _differs(key, alike)
+        ]
+        labels.append(f"{name} {' '.join(differing)}" if differing else name)
+    return labels
+
+
+def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:
+    return len({json.dumps(s.get(name), sort_keys=True) for s in settings}) > 1

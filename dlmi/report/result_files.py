@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from dlmi.errors import InputError
 from dlmi.results import Inversion
@@ -103,9 +103,11 @@ def read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]] 
     """Label and budgets that a comparison gave a run; None outside of one."""
     try:
         cell = json.loads((folder / CELL_FILE).read_text(encoding="utf-8"))
-        return str(cell["label"]), (cell["axis"], tuple(cell["budgets"]))
+        label, axis = str(cell["label"]), cell["axis"]
+        budgets = tuple(sorted(float(budget) for budget in cell["budgets"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None, None
+    return label, (axis, budgets) if axis in get_args(Axis) and budgets else None
 
 
 def failed_cells(path: Path) -> Iterator[str]:

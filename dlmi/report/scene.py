@@ -41,10 +41,13 @@ class Scene:
         axis, values = self.group.budgets
         return [(axis, at) for at in values]
 
+    def find_all(self, role: Role, length: int) -> list[Series]:
+        """Every series that is this method of the paper."""
+        return [s for s in self.group.series if s.prompt_length == length and role_of(s) == role]
+
     def find(self, role: Role, length: int, tau: float | None = None) -> Series | None:
         """The series that is this method of the paper; of several, tau0 = 100, then most rows."""
-        found = [s for s in self.group.series if s.prompt_length == length and role_of(s) == role]
-        found = [s for s in found if tau is None or tau_of(s) == tau]
+        found = [s for s in self.find_all(role, length) if tau is None or tau_of(s) == tau]
         return max(found, key=lambda s: (tau_of(s) == 100, len(s.rows)), default=None)
 
     def settings(self) -> Iterator[tuple[int, Budget]]:

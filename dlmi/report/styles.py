@@ -11,7 +11,6 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.font_manager import FontProperties, get_font
@@ -183,8 +182,3 @@ def legend_below(canvas: Canvas, handles: Sequence[Artist], labels: Sequence[str
         handlelength=3,
         columnspacing=1.2,
     )
-
-
-def panels(canvas: Canvas, rows: int, columns: int, used: int) -> list[Axes]:
-    """The first so many panels of a grid; the others are not there at all."""
-    return [canvas.add_subplot(rows, columns, place + 1) for place in range(used)]
