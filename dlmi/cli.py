@@ -16,6 +16,7 @@ from dlmi.errors import input_error_behind
 from dlmi.fit import fit_command
 from dlmi.gradients.command import gradients_command
 from dlmi.memory import keep_freed_memory
+from dlmi.report.command import report_command
 from dlmi.version import __version__
 
 HELP = """\
@@ -28,6 +29,7 @@ commands:
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
   compare   run a grid of methods:       python -m dlmi compare --config configs/compare/small.yaml
+  report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
   gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
 
@@ -72,6 +74,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "targets": targets_command,
     "verify": verify_command,
     "compare": compare_command,
+    "report": report_command,
     "bench": bench_command,
     "gradients": gradients_command,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlmi.compare.grid import Cell, Grid, as_yaml
 from dlmi.errors import InputError
-from dlmi.report.loading import CELL_FILE, FAILURE_FILE
+from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
 from dlmi.results import count_finished
 
 _POLL_SECONDS = 0.2

@@ -4,42 +4,27 @@ Rows are averaged only within a `Group`: the same LM, dtype and set of targets. 
 `Series` is one method in one setting, with all its seeds.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from dlmi.errors import InputError
+from dlmi.report.method_names import natural_order, run_labels
+from dlmi.report.result_files import (
+    GRADIENTS_FILE,
+    RESULTS_FILE,
+    Axis,
+    Run,
+    failed_cells,
+    read_cell,
+    read_lines,
+    result_files,
+)
 from dlmi.results import Inversion
 from dlmi.slots import TracePoint
 
-Axis = Literal["step", "token_passes", "seconds"]
-
-# Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
-CELL_FILE = "cell.json"
-# And this in place of results, or beside some of them, where a cell came to grief.
-FAILURE_FILE = "failure.json"
-
-# Settings that do not tell methods apart: they have axes of their own in a report.
-_AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One results file.
-
-    Attributes:
-        folder: Where it lies.
-        rows: Its rows; the later one where a target was written twice.
-        label: The method's name in a comparison, or None outside of one.
-        budgets: Axis and values at which a comparison reads the traces.
-    """
-
-    folder: Path
-    rows: tuple[Inversion, ...]
-    label: str | None
-    budgets: tuple[Axis, tuple[float, ...]] | None
+__all__ = ["Axis", "Group", "Loaded", "Series", "best_point", "last_point", "load"]
 
 
 @dataclass(frozen=True)
@@ -108,40 +93,51 @@ class Loaded:
     gradients: tuple[Path, ...]
 
 
-def load(paths: Sequence[Path]) -> Loaded:
+def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     """Read run folders, comparison folders or results files.
+
+    Args:
+        paths: Where to look; a file that is found twice is read once.
+        steps: At which steps traces are read, in place of what comparisons say.
 
     Raises:
         InputError: Where a path holds no results at all.
     """
     notes: list[str] = []
-    runs: list[Run] = []
-    gradients: list[Path] = []
+    results: dict[Path, Path] = {}  # resolved -> as the user wrote it
+    gradients: dict[Path, Path] = {}
     for path in paths:
-        files = [path] if path.is_file() else sorted(path.rglob("results.jsonl"))
-        beside = [] if path.is_file() else sorted(path.rglob("gradients.jsonl"))
-        if not files and not beside:
+        files = {name: result_files(path, name) for name in (RESULTS_FILE, GRADIENTS_FILE)}
+        if not any(files.values()):
             raise InputError(
-                f"Expected RUNS to be folders with a results.jsonl or a gradients.jsonl (or such "
-                f"files), but {path} "
-                f"{'holds none' if path.is_dir() else 'does not exist'}."
+                f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
+                f"such files), but {path} {'holds none' if path.is_dir() else 'does not exist'}."
             )
-        gradients += beside
-        notes += _failed_cells(path)
-        for file in files:
-            rows, broken = _read_lines(file)
-            notes += broken
-            if not rows:
-                notes.append(f"{file}: no rows yet")
-                continue
-            label, budgets = _read_cell(file.parent)
-            runs.append(Run(file.parent, tuple(rows), label, budgets))
+        notes += failed_cells(path)
+        for file in files[RESULTS_FILE]:
+            results.setdefault(file.resolve(), file)
+        for file in files[GRADIENTS_FILE]:
+            gradients.setdefault(file.resolve(), file)
+    runs: list[Run] = []
+    for file in results.values():
+        rows, broken = read_lines(file)
+        notes += broken
+        if not rows:
+            notes.append(f"{file}: no rows")
+            continue
+        label, budgets = read_cell(file.parent)
+        runs.append(Run(file.parent, tuple(rows), label, budgets))
     if not runs and not gradients:
         raise InputError(
             f"Expected RUNS to hold result rows, but {', '.join(map(str, paths))} has none"
             f"{': ' + notes[0] if notes else ''}."
         )
-    return Loaded(tuple(_groups(runs)), tuple(notes), tuple(dict.fromkeys(gradients)))
+    groups, doubles = _groups(runs)
+    if steps is not None:
+        wanted = tuple(sorted({float(step) for step in steps}))
+        groups = [dataclasses.replace(group, budgets=("step", wanted)) for group in groups]
+    notes += doubles + _unfinished(groups)
+    return Loaded(tuple(groups), tuple(notes), tuple(gradients.values()))
 
 
 def best_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
@@ -152,62 +148,82 @@ def best_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> 
         axis: What the budget is counted in.
         at: The budget; None for the whole run.
     """
-    within = [p for p in row.trace if at is None or getattr(p, axis) <= at] or [row.trace[0]]
-    return max(within, key=lambda point: (point.lcs, -point.discrete_loss))
+    return max(_within(row, axis, at), key=lambda point: (point.lcs, -point.discrete_loss))
 
 
-def _read_lines(file: Path) -> tuple[list[Inversion], list[str]]:
-    """The rows of a file, and a note on each line that is not one."""
-    rows: dict[str, Inversion] = {}
-    notes = []
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        return [], [f"{file}: cannot be read ({error})"]
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            row = Inversion.from_json(json.loads(line))
-            if not row.trace or not row.target_ids:
-                raise InputError("its trace or target is empty")
-            rows[row.target_id] = row
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            notes.append(f"{file}, line {number}: left out, not a result row ({error})")
-    return list(rows.values()), notes
+def last_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
+    """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
+    return _within(row, axis, at)[-1]
 
 
-def _read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]] | None]:
-    try:
-        cell = json.loads((folder / CELL_FILE).read_text(encoding="utf-8"))
-        return str(cell["label"]), (cell["axis"], tuple(cell["budgets"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, None
+def _within(row: Inversion, axis: Axis, at: float | None) -> Sequence[TracePoint]:
+    return [p for p in row.trace if at is None or getattr(p, axis) <= at] or [row.trace[0]]
 
 
-def _failed_cells(path: Path) -> Iterator[str]:
-    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
-        try:
-            yield f"{file.parent}: failed ({json.loads(file.read_text(encoding='utf-8'))['error']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            yield f"{file.parent}: failed"
-
-
-def _groups(runs: Sequence[Run]) -> list[Group]:
-    labels = _labels(runs)
+def _groups(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+    labels = run_labels([run.label for run in runs], [run.rows[0] for run in runs])
     by_group: dict[tuple[str, str, str, str], list[tuple[str, Run]]] = {}
     for run, label in zip(runs, labels, strict=True):
         first = run.rows[0]
         key = (first.model, first.fingerprint, first.dtype, first.target_set)
         by_group.setdefault(key, []).append((label, run))
-    groups = [Group(*key, _series(members), _budgets(members)) for key, members in by_group.items()]
-    return sorted(groups, key=lambda group: -len(group.rows))
+    groups, notes = [], []
+    for key, members in by_group.items():
+        series, doubles = _series(members)
+        notes += doubles
+        groups.append(Group(*key, series, _budgets(members)))
+    return sorted(groups, key=lambda group: -len(group.rows)), notes
 
 
-def _series(members: Sequence[tuple[str, Run]]) -> tuple[Series, ...]:
-    rows: dict[tuple[str, int], list[Inversion]] = {}
+def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], list[str]]:
+    """The rows by label and N; of the same target and seed only the one with the larger budget."""
+    rows: dict[tuple[str, int], dict[tuple[str, int], Inversion]] = {}
+    doubles: dict[tuple[str, int], int] = {}
     for label, run in members:
         for row in run.rows:
-            rows.setdefault((label, len(row.prompt_ids)), []).append(row)
-    return tuple(Series(label, length, tuple(found)) for (label, length), found in rows.items())
+            place = (label, len(row.prompt_ids))
+            mine = rows.setdefault(place, {})
+            before = mine.get((row.target_id, row.seed))
+            if before is not None:
+                doubles[place] = doubles.get(place, 0) + 1
+            if before is None or _budget(row) > _budget(before):
+                mine[row.target_id, row.seed] = row
+    notes = [
+        f"{label}, N={length}: {count} rows left out, their target and seed are there twice "
+        "(the row with more steps is kept)"
+        for (label, length), count in doubles.items()
+    ]
+    ordered = sorted(rows, key=lambda place: (natural_order(place[0]), place[1]))
+    return tuple(Series(*place, tuple(rows[place].values())) for place in ordered), notes
+
+
+def _budget(row: Inversion) -> int:
+    return int(row.settings.get("steps", row.steps))
+
+
+def _unfinished(groups: Sequence[Group]) -> list[str]:
+    """A note on rows that carry their value beyond what they ran for without being solved."""
+    notes = []
+    for group in groups:
+        axis, budgets = group.budgets
+        for series in group.series:
+            interrupted = sum(row.stop_reason == "interrupted" for row in series.rows)
+            if interrupted:
+                notes.append(
+                    f"{series.label}, N={series.prompt_length}: {interrupted} of "
+                    f"{len(series.rows)} rows were interrupted; they count with what they reached"
+                )
+            short = sum(
+                row.stop_reason == "budget" and axis == "step" and row.steps < budgets[-1]
+                for row in series.rows
+            )
+            if short:
+                notes.append(
+                    f"{series.label}, N={series.prompt_length}: {short} of {len(series.rows)} rows "
+                    f"had a budget of fewer than {budgets[-1]:g} steps; their last value is "
+                    "carried forward"
+                )
+    return notes
 
 
 def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...]]:
@@ -217,28 +233,3 @@ def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...
         axis = found[0][0]
         return axis, tuple(sorted({v for a, values in found if a == axis for v in values}))
     return "step", (float(max(row.steps for _, run in members for row in run.rows)),)
-
-
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """The grid's names; else the class, with the settings in which its runs differ."""
-    settings: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        if run.label is None:
-            settings.setdefault(run.rows[0].method, []).append(run.rows[0].settings)
-    labels = []
-    for run in runs:
-        if run.label is not None:
-            labels.append(run.label)
-            continue
-        method, mine = run.rows[0].method, run.rows[0].settings
-        differing = [
-            f"{name}={mine.get(name)}"
-            for name in mine
-            if name not in _AXES and _differs(name, settings[method])
-        ]
-        labels.append(f"{method}({', '.join(differing)})" if differing else method)
-    return labels
-
-
-def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:
-    return len({json.dumps(s.get(name), sort_keys=True) for s in settings}) > 1

@@ -1,0 +1,120 @@
+"""Means over targets with their standard errors, and the differences that claims are decided on.
+
+Seeds of one target are not independent of each other: they share what makes the target hard. So
+seeds are averaged first, and the error is that over targets.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from dlmi.report.loading import Axis, best_point, last_point
+from dlmi.results import Inversion
+
+# A number of a row; None where the row has none.
+Measure = Callable[[Inversion], float | None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error.
+
+    Attributes:
+        mean: The number.
+        error: Its standard error; None where there are too few targets to tell.
+        freedom: Degrees of freedom of the error.
+        targets: How many targets it is from.
+    """
+
+    mean: float
+    error: float | None
+    freedom: float
+    targets: int
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Student's confidence interval; everything, where there is no error."""
+        if self.error is None:
+            return -math.inf, math.inf
+        reach = float(stats.t.ppf((1 + confidence) / 2, self.freedom)) * self.error
+        return self.mean - reach, self.mean + reach
+
+
+def honest_lcs(axis: Axis = "step", at: float | None = None) -> Measure:
+    """LCS of the best discrete prompt within a budget, decoded freely."""
+    return lambda row: best_point(row, axis, at).lcs
+
+
+def as_in_code_lcs(axis: Axis = "step", at: float | None = None) -> Measure:
+    """LCS as the DLMI authors' code logs it, at the last evaluation within a budget."""
+    return lambda row: last_point(row, axis, at).as_in_code_lcs
+
+
+def by_target(rows: Iterable[Inversion], measure: Measure) -> dict[str, float]:
+    """The mean over seeds of each target; rows without a finite value do not count."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        value = measure(row)
+        if value is not None and math.isfinite(value):
+            found.setdefault(row.target_id, []).append(value)
+    return {target: statistics.fmean(values) for target, values in found.items()}
+
+
+def estimate(values: Iterable[float]) -> Estimate | None:
+    """Mean and standard error of values, one per target; None if there are none."""
+    values = list(values)
+    if not values:
+        return None
+    count = len(values)
+    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else None
+    return Estimate(statistics.fmean(values), error, count - 1, count)
+
+
+def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate | None:
+    """Mean over targets, seeds averaged first."""
+    return estimate(by_target(rows, measure).values())
+
+
+def differences(
+    first: Sequence[Inversion], second: Sequence[Inversion], measure: Measure
+) -> dict[str, float]:
+    """First minus second for each target, over the seeds that both have."""
+    values = [
+        {(row.target_id, row.seed): value for row in rows if (value := measure(row)) is not None}
+        for rows in (first, second)
+    ]
+    found: dict[str, list[float]] = {}
+    for key in values[0].keys() & values[1].keys():
+        found.setdefault(key[0], []).append(values[0][key] - values[1][key])
+    return {target: statistics.fmean(found[target]) for target in sorted(found)}
+
+
+def slope(points: Sequence[tuple[float, float]]) -> Estimate | None:
+    """Change of y over the whole range of x along the least-squares line."""
+    if len(points) < 3 or len({x for x, _ in points}) < 2:
+        return None
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    fit = statistics.linear_regression(xs, ys)
+    centre = statistics.fmean(xs)
+    squares = sum((x - centre) ** 2 for x in xs)
+    rest = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in points)
+    error = math.sqrt(rest / (len(points) - 2) / squares)
+    reach = max(xs) - min(xs)
+    return Estimate(fit.slope * reach, error * reach, len(points) - 2, len(points))
+
+
+def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimate | None:
+    """First minus second where the targets are not the same ones (Welch)."""
+    one, other = estimate(first.values()), estimate(second.values())
+    if one is None or other is None:
+        return None
+    targets = min(one.targets, other.targets)
+    if one.error is None or other.error is None:
+        return Estimate(one.mean - other.mean, None, 0, targets)
+    parts = [(one.error**2, one.freedom), (other.error**2, other.freedom)]
+    total = sum(square for square, _ in parts)
+    bottom = sum(square**2 / freedom for square, freedom in parts)
+    freedom = total**2 / bottom if bottom else one.freedom + other.freedom
+    return Estimate(one.mean - other.mean, math.sqrt(total), freedom, targets)

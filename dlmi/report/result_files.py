@@ -1,0 +1,121 @@
+"""Result files as runs leave them: found, read line by line, and checked."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from dlmi.errors import InputError
+from dlmi.results import Inversion
+
+Axis = Literal["step", "token_passes", "seconds"]
+
+# Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
+CELL_FILE = "cell.json"
+# And this where a cell came to grief.
+FAILURE_FILE = "failure.json"
+
+RESULTS_FILE = "results.jsonl"
+GRADIENTS_FILE = "gradients.jsonl"
+
+# How many broken lines of a file are named one by one.
+_NAMED_LINES = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results file.
+
+    Attributes:
+        folder: Where it lies.
+        rows: Its rows; the later one where a target was written twice.
+        label: The method's name in a comparison, or None outside of one.
+        budgets: Axis and values at which a comparison reads the traces.
+    """
+
+    folder: Path
+    rows: tuple[Inversion, ...]
+    label: str | None
+    budgets: tuple[Axis, tuple[float, ...]] | None
+
+
+def result_files(path: Path, name: str) -> list[Path]:
+    """Files of this name at or below a path; a file of any other name counts as results."""
+    if path.is_file():
+        kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
+        return [path] if kind == name else []
+    return sorted(path.rglob(name))
+
+
+def read_lines(file: Path) -> tuple[list[Inversion], list[str]]:
+    """The rows of a file, and a note on the lines that are none."""
+    rows: dict[str, Inversion] = {}
+    broken: dict[int, str] = {}
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        return [], [f"{file}: cannot be read ({error.strerror})"]
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = Inversion.from_json(json.loads(line))
+            _check_row(row)
+            rows[row.target_id] = row
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            broken[number] = str(error)
+    return list(rows.values()), _broken_note(file, broken)
+
+
+def _broken_note(file: Path, broken: dict[int, str]) -> list[str]:
+    if not broken:
+        return []
+    named = ", ".join(map(str, list(broken)[:_NAMED_LINES]))
+    more = len(broken) - _NAMED_LINES
+    first, reason = next(iter(broken.items()))
+    return [
+        f"{file}: {len(broken)} broken line{'s' if len(broken) > 1 else ''} left out, "
+        f"{named}{f' and {more} more' if more > 0 else ''} (line {first}: {reason})"
+    ]
+
+
+def _check_row(row: Inversion) -> None:
+    """Raise `InputError` for a row that is JSON but not a result that can be averaged."""
+    if not row.trace or not row.target_ids or not row.prompt_ids:
+        raise InputError("its trace, target or prompt is empty")
+    for kind in ("prompt", "target", "output"):
+        if len(getattr(row, f"{kind}_ids")) != len(getattr(row, f"{kind}_tokens")):
+            raise InputError(f"its {kind} has not as many texts as ids")
+    shares = [row.lcs, *(point.lcs for point in row.trace)]
+    shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
+    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
+        raise InputError("an LCS is not between 0 and 1")
+    numbers = [row.seed, row.steps, row.seconds, row.overlap_ratio, row.target_hit_ratio]
+    numbers += [x for p in row.trace for x in (p.step, p.token_passes, p.seconds, p.discrete_loss)]
+    numbers += [x for p in row.trace for x in p.means.values()]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise InputError("a number is not one")
+    if not (row.k is None or isinstance(row.k, int)) or not isinstance(row.settings, dict):
+        raise InputError("its k or its settings are not what they should be")
+
+
+def read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]] | None]:
+    """Label and budgets that a comparison gave a run; None outside of one."""
+    try:
+        cell = json.loads((folder / CELL_FILE).read_text(encoding="utf-8"))
+        label, axis = str(cell["label"]), cell["axis"]
+        budgets = tuple(sorted(float(budget) for budget in cell["budgets"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+    return label, (axis, budgets) if axis in get_args(Axis) and budgets else None
+
+
+def failed_cells(path: Path) -> Iterator[str]:
+    """A note on each run of a comparison that did not end well."""
+    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
+        try:
+            yield f"{file.parent}: failed ({json.loads(file.read_text(encoding='utf-8'))['error']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            yield f"{file.parent}: failed"
