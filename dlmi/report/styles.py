@@ -26,7 +26,7 @@ _HATCHES = (
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 
-_FLOORS = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "1")}
+_FLOORS = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "s")}
 
 _LEGEND_POINTS = 7.5
 _SETTINGS: dict[str, Any] = {
@@ -120,6 +120,7 @@ def floor_line(floor: str) -> dict[str, Any]:
         "markersize": 4,
         "markeredgewidth": 0.7,
         "markerfacecolor": "white",
+        "clip_on": False,  # a floor may be 0
     }
 
 
