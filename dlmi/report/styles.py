@@ -124,6 +124,16 @@ def floor_line(floor: str) -> dict[str, Any]:
     }
 
 
+def numbered(name: str, title: str, caption: str, pages: Sequence[Canvas]) -> list[Drawing]:
+    """The pages of a figure; from the second on they say which one they are."""
+    return [
+        Drawing(name, title, caption, page)
+        if number == 1
+        else Drawing(f"{name}_{number}", f"{title}, part {number}", caption, page)
+        for number, page in enumerate(pages, start=1)
+    ]
+
+
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:
     """One style each, in order."""
     return {
