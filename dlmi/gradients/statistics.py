@@ -100,15 +100,16 @@ def squared_norm(products: Tensor, indices: Indices) -> float:
     return float((part.sum() - part.trace()) / (count * (count - 1)))
 
 
+def squared_snr(products: Tensor, indices: Indices) -> float:
+    """Squared norm of the mean of some draws over the sum of their variances."""
+    signal = squared_norm(products, indices)
+    variance = float(products.diagonal()[indices].mean()) - signal
+    return signal / variance if variance > 0 else math.inf
+
+
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-
-    def squared_snr(draws: Indices, _: Indices) -> float:
-        signal = squared_norm(products, draws)
-        variance = float(products.diagonal()[draws].mean()) - signal
-        return signal / variance if variance > 0 else math.inf
-
-    squared = jackknife(squared_snr, len(products))
+    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
     is_seen = squared.value is not None and squared.value > 0
     norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
     return {
@@ -154,12 +155,15 @@ def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]
 
 
 def _is_above_zero(products: Tensor) -> bool:
-    """Whether the squared norm of a mean stands out of its noise: a ratio to it means little else.
+    """Whether the norm of a mean stands out of its noise: a ratio to it means little otherwise.
 
-    A norm without noise stands out if it is there at all.
+    Judged by the SNR, whose own scale heavy tails upset less than the norm's. A norm without
+    noise stands out if it is there at all.
     """
-    square = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
-    return square.low is not None and square.low > 0
+    if len(products) == 1:
+        return float(products) > 0
+    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+    return squared.value is None or (squared.low is not None and squared.low > 0)
 
 
 def variance_max(gradients: Tensor) -> Statistic:
