@@ -16,13 +16,14 @@ from dlmi import InputError
 from dlmi.callbacks import GradientStudy
 from dlmi.cli import main
 from dlmi.gradients import GradientRow, Statistic, ks_tests, median_statistic, read_gradient_rows
+from dlmi.gradients.coverage import Coverage
+from dlmi.gradients.intervals import jackknife
 from dlmi.gradients.measured import ESTIMATORS, draw_gradient
 from dlmi.gradients.objective import Objective, sample_prompts, target_objective
 from dlmi.gradients.statistics import (
     agreement,
     bias_max,
     inner_products,
-    jackknife,
     measure,
     spread,
     squared_norm,
@@ -349,6 +350,25 @@ def test_what_the_noise_hides_is_said_to_be_hidden():
     nothing = measure(torch.zeros(3, 2), Truth("exact", 1, torch.ones(1, 2)))
     assert nothing["variance_max"] == Statistic(None, None, None)
     assert nothing["bias_over_norm"].value == 1
+
+
+def test_what_samples_cannot_show_is_left_undefined():
+    """Few samples of many tokens: RLOO looks like a sure 0, which is not what it is."""
+    tokens = 4000
+    objective = Objective(torch.eye(tokens), lambda embeds: embeds[:, :, :2000].sum((1, 2)))
+    logits = torch.zeros(1, tokens)
+    settings = StudySettings(draws=4, truth="exact")
+    state = State(logits, torch.zeros(1))
+    [found] = measure_state(objective, state, [ESTIMATORS["rloo"]], settings, 4, seed_for)
+    defined = {name for name, statistic in found.statistics.items() if statistic.value is not None}
+    assert defined == {"variance_max", "bias_max"}
+    truth = exact_truth(objective, logits)
+    few, many = (Coverage.of(logits, draws, 4, truth) for draws in (4, 20_000))
+    assert few.pairs == pytest.approx(4 * 3 / 2 * 16 / tokens)
+    assert few.truth_hits == pytest.approx(16 / tokens)
+    assert not few.shows_spread
+    assert many.shows_spread
+    assert many.shows_agreement
 
 
 # ---- rows and comparisons

@@ -17,6 +17,8 @@ from scipy import stats
 
 from dlmi import DLMI, InputError, TargetDataModule
 from dlmi.cli import main
+from dlmi.gradients import GradientRow, Statistic
+from dlmi.gradients.statistics import STATISTICS
 from dlmi.report import claim_rules
 from dlmi.report.bars import draw_bars
 from dlmi.report.checklist import CLAIMS
@@ -43,7 +45,7 @@ from dlmi.report.scene import as_in_code_scene, honest_scene
 from dlmi.report.styles import house_style, safe_text
 from dlmi.report.tables import lcs_matrix_table, settings_tables, summary_table
 from dlmi.report.verdicts import above, below, between, decide
-from dlmi.report.violins import draw_violins
+from dlmi.report.violins import _log_ticks, draw_violins
 from dlmi.report.writing import csv_table, markdown_table, write_figures
 from dlmi.slots import TracePoint
 
@@ -601,6 +603,18 @@ def test_violins_leave_out_what_a_logarithm_does_not_have():
     assert labels == ["REINFORCE", "GS tau=1", "single"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "labels"),
+    [
+        ((-9.2, 0.3), ["$10^{-8}$", "$10^{-6}$", "$10^{-4}$", "$10^{-2}$", "$10^{0}$"]),
+        ((-1.1, 0.1), ["0.1", "0.2", "0.5", "1"]),
+        ((0.31, 0.6), ["2.33", "3.48"]),
+    ],
+)
+def test_ticks_are_powers_or_plain_numbers(limits, labels):
+    assert _log_ticks(*limits)[1] == labels
+
+
 def test_gradient_claims_and_tests():
     scales = {"REINFORCE": 10.0, "GS tau=1": 1.0, "GS tau=100": 100.0}
     found = GradientSet("here", tuple(gradient_rows(scales)))
@@ -720,6 +734,24 @@ def test_the_command_writes_everything(two_methods, make_row, write_run, tmp_pat
     assert run(tmp_path / "runs", "--out", out) == 2
     assert "not empty" in capsys.readouterr().err
     assert sorted(out.rglob("*")) == before
+
+
+def test_gradient_files_are_enough(tmp_path):
+    place = {"trajectory": "own", "k": 1, "step": 0, "seed": 0, "prompt_length": 4, "tau": 1.0}
+    sizes = {"target_length": 4, "num_samples": 2, "draws": 5, "truth": {"kind": "exact"}}
+    lm = {"model": "m", "revision": None, "fingerprint": "f", "dtype": "float32", "device": "cpu"}
+    rest = {"loss": "cross_entropy", "teacher_forcing": False, "versions": {}}
+    (tmp_path / "g").mkdir()
+    with (tmp_path / "g" / "gradients.jsonl").open("w") as file:
+        for i in range(8):
+            known = dict.fromkeys(STATISTICS, Statistic(1.0 + i, None, None))
+            names = {"estimator": "GS tau=1", "target_id": str(i)}
+            row = GradientRow(**names, **place, **sizes, **known, **lm, **rest)
+            file.write(row.to_json_line())
+        file.write('{"cut')
+    assert run(tmp_path / "g" / "gradients.jsonl", "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out/figures/gradients.png").stat().st_size > 5000
+    assert "gradients.jsonl, line 9" in (tmp_path / "out/report.md").read_text()
 
 
 def test_the_same_runs_give_the_same_pictures(two_methods, tmp_path):

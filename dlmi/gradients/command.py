@@ -14,9 +14,10 @@ from dlmi.commands import CommandParser, default_device
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.gradients.comparison import ks_tests, labels_of, median_statistic
+from dlmi.gradients.intervals import Statistic
 from dlmi.gradients.measured import ESTIMATORS, MeasuredEstimator, MeasuredName
 from dlmi.gradients.rows import FILE_NAME, GradientRow, read_gradient_rows, refuse_used_file
-from dlmi.gradients.statistics import STATISTICS, Statistic
+from dlmi.gradients.statistics import STATISTICS
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.methods import DLMI, REINFORCE

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from dlmi.gradients.intervals import UNDEFINED, Statistic
 from dlmi.gradients.rows import GradientRow
-from dlmi.gradients.statistics import UNDEFINED, Statistic
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class MeasuredEstimator:
         return self.kind in get_args(BaselineName)
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a draw shows (almost) only the tokens that it has sampled."""
+        return self.is_score_function or self.kind == "reinmax"
+
+    @property
     def label(self) -> str:
         """How rows, tables and figures call it.
 

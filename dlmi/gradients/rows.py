@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dlmi.errors import InputError
-from dlmi.gradients.statistics import STATISTICS, Statistic
+from dlmi.gradients.intervals import Statistic
+from dlmi.gradients.statistics import STATISTICS
 
 FILE_NAME = "gradients.jsonl"
 

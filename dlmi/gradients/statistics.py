@@ -21,37 +21,24 @@ Axes: K draws, T blocks, P logits.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-from scipy import stats
 from torch import Tensor
 
+from dlmi.gradients.coverage import Coverage
+from dlmi.gradients.intervals import (
+    UNDEFINED,
+    Indices,
+    Statistic,
+    exponential,
+    jackknife,
+    square_root,
+)
 from dlmi.gradients.truth import Truth
 
-CONFIDENCE = 0.95
 _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 
-Indices = Sequence[int]
 
-
-@dataclass(frozen=True)
-class Statistic:
-    """A number with its 95% confidence interval.
-
-    Attributes:
-        value: The number; None where it is not defined or the noise hides it.
-        low: Lower end; None for no bound.
-        high: Upper end; None for no bound.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-UNDEFINED = Statistic(None, None, None)
 STATISTICS = (
     "variance_max",
     "bias_max",
@@ -63,27 +50,32 @@ STATISTICS = (
 )
 
 
-def measure(gradients: Tensor, truth: Truth | None) -> dict[str, Statistic]:
-    """All statistics of K draws, (K, N V); those that need a truth are undefined without one.
+def measure(
+    gradients: Tensor, truth: Truth | None, coverage: Coverage | None = None
+) -> dict[str, Statistic]:
+    """All statistics of K draws.
 
     Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
+
+    Args:
+        gradients: (K, N V).
+        truth: Without one, what needs it is undefined.
+        coverage: Of a sparse estimator.
     """
     products = inner_products(gradients, gradients)
     found = {
         **dict.fromkeys(STATISTICS, UNDEFINED),
         "variance_max": variance_max(gradients),
-        **spread(products),
     }
+    if coverage is None or coverage.shows_spread:
+        found.update(spread(products))
     if truth is not None:
         known = truth.restrict(gradients)
         found["bias_max"] = bias_max(known, truth.blocks)
-        found.update(
-            agreement(
-                products if truth.coordinates is None else inner_products(known, known),
-                inner_products(known, truth.blocks),
-                inner_products(truth.blocks, truth.blocks),
-            )
-        )
+        if coverage is None or coverage.shows_agreement:
+            own = products if truth.coordinates is None else inner_products(known, known)
+            cross = inner_products(known, truth.blocks)
+            found.update(agreement(own, cross, inner_products(truth.blocks, truth.blocks)))
     return {name: found[name] for name in STATISTICS}
 
 
@@ -108,32 +100,34 @@ def squared_norm(products: Tensor, indices: Indices) -> float:
     return float((part.sum() - part.trace()) / (count * (count - 1)))
 
 
+def squared_snr(products: Tensor, indices: Indices) -> float:
+    """Squared norm of the mean of some draws over the sum of their variances."""
+    signal = squared_norm(products, indices)
+    variance = float(products.diagonal()[indices].mean()) - signal
+    return signal / variance if variance > 0 else math.inf
+
+
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-
-    def squared_snr(draws: Indices, _: Indices) -> float:
-        signal = squared_norm(products, draws)
-        variance = float(products.diagonal()[draws].mean()) - signal
-        return signal / variance if variance > 0 else math.inf
-
-    squared = jackknife(squared_snr, len(products))
+    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
     is_seen = squared.value is not None and squared.value > 0
     norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
     return {
-        "snr": _square_root(squared),
+        "snr": square_root(squared),
         "relative_variance": Statistic(
             1 / squared.value if is_seen and squared.value else None,
             1 / squared.high if squared.high and squared.high > 0 else None,
             1 / squared.low if squared.low and squared.low > 0 else None,
         ),
-        "norm": _square_root(norm),
+        "norm": square_root(norm),
     }
 
 
 def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]:
     """Cosine and relative bias from inner products (K, K), (K, T) and (T, T).
 
-    The cosine is not cut to [-1, 1]: an estimate of 1 has noise on both sides.
+    Undefined where a norm that they are relative to does not stand out of its noise. The cosine is
+    not cut to [-1, 1]: an estimate of 1 has noise on both sides.
     """
 
     def cosine(draws: Indices, blocks: Indices) -> float:
@@ -150,10 +144,26 @@ def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]
         return both / square + 1
 
     sizes = len(own), len(truth)
+    is_true_seen = _is_above_zero(truth)
+    is_seen = is_true_seen and _is_above_zero(own)
     return {
-        "cosine": jackknife(cosine, *sizes),
-        "bias_over_norm": _square_root(jackknife(squared_bias, *sizes)),
+        "cosine": jackknife(cosine, *sizes) if is_seen else UNDEFINED,
+        "bias_over_norm": (
+            square_root(jackknife(squared_bias, *sizes)) if is_true_seen else UNDEFINED
+        ),
     }
+
+
+def _is_above_zero(products: Tensor) -> bool:
+    """Whether the norm of a mean stands out of its noise: a ratio to it means little otherwise.
+
+    Judged by the SNR, whose own scale heavy tails upset less than the norm's. A norm without
+    noise stands out if it is there at all.
+    """
+    if len(products) == 1:
+        return float(products) > 0
+    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+    return squared.value is None or (squared.low is not None and squared.low > 0)
 
 
 def variance_max(gradients: Tensor) -> Statistic:
@@ -170,7 +180,7 @@ def variance_max(gradients: Tensor) -> Statistic:
         rest = squares - (gradients[left_out] - mean).square() * (count / (count - 1))
         return _log(rest.max() / (count - 2))
 
-    return _exponential(jackknife(largest, count))
+    return exponential(jackknife(largest, count))
 
 
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
@@ -184,49 +194,7 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
         difference = _part_mean(gradients, draws) - _part_mean(blocks, known)
         return _log(difference.abs().max())
 
-    return _exponential(jackknife(largest, len(gradients), len(blocks)))
-
-
-def jackknife(
-    statistic: Callable[[Indices, Indices], float], draws: int, blocks: int = 1
-) -> Statistic:
-    """A statistic of draws and of the truth's blocks, with an interval from leaving one out.
-
-    Leaving one out keeps all pairs pairs of different draws. Drawing with replacement, as the
-    bootstrap does, would pair draws with themselves and put the noise back that was subtracted.
-    Draws and blocks are two independent samples, so their jackknife variances add up; the quantile
-    is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
-    the interval says how the reported number varies, not where the true maximum lies.
-
-    Args:
-        statistic: Function of the indices of draws and of blocks; nan where it is not defined.
-        draws: K.
-        blocks: T; a single one is left as it is.
-    """
-    all_draws, all_blocks = list(range(draws)), list(range(blocks))
-    value = statistic(all_draws, all_blocks)
-    if not math.isfinite(value):
-        return UNDEFINED
-    variances, freedoms = [], []
-    for count, left in ((draws, True), (blocks, False)):
-        if count == 1:
-            continue
-        values = []
-        for out in range(count):
-            rest = [i for i in range(count) if i != out]
-            values.append(statistic(rest, all_blocks) if left else statistic(all_draws, rest))
-        replicates = torch.tensor(values, dtype=torch.float64)
-        variances.append(float(replicates.var(correction=0)) * (count - 1))
-        freedoms.append(count - 1)
-    total = sum(variances)
-    if not math.isfinite(total):
-        return Statistic(value, None, None)
-    if total == 0:
-        return Statistic(value, value, value)
-    parts = zip(variances, freedoms, strict=True)
-    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(total)
-    return Statistic(value, value - reach, value + reach)
+    return exponential(jackknife(largest, len(gradients), len(blocks)))
 
 
 def _mean(products: Tensor, rows: Indices, columns: Indices) -> float:
@@ -243,19 +211,3 @@ def _part_mean(vectors: Tensor, indices: Indices) -> Tensor:
 
 def _log(value: Tensor) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _exponential(logarithm: Statistic) -> Statistic:
-    """Positive numbers are studied by their logarithm, so that no interval reaches below 0."""
-    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, logarithm)
-
-
-def _square_root(square: Statistic) -> Statistic:
-    """Of a square whose estimate may be negative: then 0."""
-    return _mapped(lambda x: math.sqrt(max(x, 0.0)), square)
-
-
-def _mapped(function: Callable[[float], float], statistic: Statistic) -> Statistic:
-    ends = (statistic.value, statistic.low, statistic.high)
-    mapped = [math.inf if end is None else function(end) for end in ends]
-    return Statistic(*(end if math.isfinite(end) else None for end in mapped))

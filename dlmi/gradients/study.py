@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
+from dlmi.gradients.coverage import Coverage
 from dlmi.gradients.measured import MeasuredEstimator, draw_gradient
 from dlmi.gradients.objective import Objective, sample_prompts
 from dlmi.gradients.statistics import inner_products, measure, squared_norm
@@ -140,13 +141,14 @@ def measure_state(
         pilots = (draw(estimator, "pilot") for estimator in estimators)
         truth = _find_truth(objective, state.logits, settings, num_samples, seed_for, pilots)
         description = _describe(truth)
+    coverage = Coverage.of(state.logits, settings.draws, num_samples, truth)
     for estimator in estimators:
         gradients = torch.stack([draw(estimator, index) for index in range(settings.draws)])
         yield Measurement(
             estimator,
             None if estimator.is_score_function else float(estimator.tau(state.phi).mean()),
             description,
-            measure(gradients, truth),
+            measure(gradients, truth, coverage if estimator.is_sparse else None),
         )
 
 

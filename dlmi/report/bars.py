@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -19,6 +20,7 @@ from dlmi.report.styles import (
     house_style,
     legend_below,
     new_canvas,
+    numbered,
     safe_text,
     styles_of,
 )
@@ -49,15 +51,11 @@ def draw_bars(loaded: Loaded) -> list[Drawing]:
     ]
     pages = [places[i : i + _ROWS_PER_FIGURE] for i in range(0, len(places), _ROWS_PER_FIGURE)]
     with house_style():
-        return [
-            _draw_page(page, styles, "" if number == 0 else f"_{number + 1}")
-            for number, page in enumerate(pages)
-        ]
+        drawn = [_draw_page(page, styles) for page in pages]
+    return numbered("lcs_by_k", "Honest LCS by difficulty and method", _CAPTION, drawn)
 
 
-def _draw_page(
-    places: Sequence[tuple[str, Group, int]], styles: dict[str, Style], suffix: str
-) -> Drawing:
+def _draw_page(places: Sequence[tuple[str, Group, int]], styles: dict[str, Style]) -> Canvas:
     columns = min(_MOST_COLUMNS, max(len(group.budgets[1]) for _, group, _ in places))
     heights = [-(-len(group.budgets[1]) // columns) for _, group, _ in places]  # rows of a place
     rows = sum(heights)
@@ -81,7 +79,7 @@ def _draw_page(
     handles += [Line2D([0, 1], [0, 0], **floor_line(floor)) for floor in FLOORS]
     texts = [safe_text(label) for label in styles if label in shown]
     legend_below(canvas, handles, texts + [form_name(floor) for floor in FLOORS])
-    return Drawing(f"lcs_by_k{suffix}", "Honest LCS by difficulty and method", _CAPTION, canvas)
+    return canvas
 
 
 def _panel_inches(group: Group, length: int) -> float:

@@ -59,7 +59,8 @@ def claims_table(loaded: Loaded, gradients: Sequence[GradientSet]) -> ReportTabl
         "methods a run is follows from its settings, and of several DLMI the one with tau0 = 100 "
         "and the most rows counts. The last two columns "
         "apply the same rule to the LCS as in the authors' code (for gradients: to the largest "
-        "variance and bias of a logit, as in the paper)."
+        "variance and bias of a logit, as in the paper). Gradient statistics that the noise hides "
+        "have no logarithm and do not count."
     )
     return ReportTable("claims", "The paper's claims", caption, columns, tuple(rows))
 

@@ -20,6 +20,7 @@ from dlmi.report.styles import (
     house_style,
     legend_below,
     new_canvas,
+    numbered,
     safe_text,
     styles_of,
 )
@@ -94,7 +95,7 @@ def draw_anytime(loaded: Loaded, axis: Axis) -> list[Drawing]:
     )
     name = f"anytime_{'steps' if axis == 'step' else axis}"
     pages = _draw(loaded, axis, best_so_far, "best honest LCS so far", is_share=True)
-    return _named(pages, name, f"Best LCS so far by {unit}", caption)
+    return numbered(name, f"Best LCS so far by {unit}", caption, pages)
 
 
 def draw_temperature(loaded: Loaded) -> list[Drawing]:
@@ -105,12 +106,7 @@ def draw_temperature(loaded: Loaded) -> list[Drawing]:
         "stopped keeps its last value."
     )
     pages = _draw(loaded, "step", temperature, "temperature τ", is_share=False)
-    return _named(pages, "temperature", "Temperature by step", caption)
-
-
-def _named(pages: Sequence[Canvas], name: str, title: str, caption: str) -> list[Drawing]:
-    names = [name if i == 0 else f"{name}_{i + 1}" for i in range(len(pages))]
-    return [Drawing(each, title, caption, page) for each, page in zip(names, pages, strict=True)]
+    return numbered("temperature", "Temperature by step", caption, pages)
 
 
 def _draw(

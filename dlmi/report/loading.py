@@ -207,10 +207,11 @@ def _unfinished(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         axis, budgets = group.budgets
         for series in group.series:
+            place = f"{group.model}, {series.label}, N={series.prompt_length}"
             interrupted = sum(row.stop_reason == "interrupted" for row in series.rows)
             if interrupted:
                 notes.append(
-                    f"{series.label}, N={series.prompt_length}: {interrupted} of "
+                    f"{place}: {interrupted} of "
                     f"{len(series.rows)} rows were interrupted; they count with what they reached"
                 )
             short = sum(
@@ -219,7 +220,7 @@ def _unfinished(groups: Sequence[Group]) -> list[str]:
             )
             if short:
                 notes.append(
-                    f"{series.label}, N={series.prompt_length}: {short} of {len(series.rows)} rows "
+                    f"{place}: {short} of {len(series.rows)} rows "
                     f"had a budget of fewer than {budgets[-1]:g} steps; their last value is "
                     "carried forward"
                 )

@@ -26,7 +26,7 @@ _HATCHES = (
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 
-_FLOORS = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "1")}
+_FLOORS = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "s")}
 
 _LEGEND_POINTS = 7.5
 _SETTINGS: dict[str, Any] = {
@@ -120,7 +120,18 @@ def floor_line(floor: str) -> dict[str, Any]:
         "markersize": 4,
         "markeredgewidth": 0.7,
         "markerfacecolor": "white",
+        "clip_on": False,  # a floor may be 0
     }
+
+
+def numbered(name: str, title: str, caption: str, pages: Sequence[Canvas]) -> list[Drawing]:
+    """The pages of a figure; from the second on they say which one they are."""
+    return [
+        Drawing(name, title, caption, page)
+        if number == 1
+        else Drawing(f"{name}_{number}", f"{title}, part {number}", caption, page)
+        for number, page in enumerate(pages, start=1)
+    ]
 
 
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:

@@ -6,11 +6,12 @@ from typing import cast
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dlmi.gradients.comparison import labels_of, values_of
 from dlmi.report.gradient_sets import GradientSet
 from dlmi.report.styles import Drawing, house_style, new_canvas, safe_text, styles_of
+
+_MOST_TICKS = 6
 
 # Column of a gradient row, and what its panel is called. The first two are the paper's; the others
 # do not change when a gradient is merely scaled.
@@ -92,10 +93,20 @@ def _draw_panel(axes: Axes, estimators: Sequence[str], values: dict[str, list[fl
     axes.set_ylim(len(estimators) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_ten))
+    positions, labels = _log_ticks(*axes.get_xlim())
+    axes.set_xticks(positions, labels)
     return left_out
 
 
-def _power_of_ten(exponent: float, _: int | None = None) -> str:
-    return f"$10^{{{exponent:g}}}$"
+def _log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
+    """Ticks between two exponents of ten: powers, or numbers where there are few of them."""
+    exponents = range(math.ceil(low), math.floor(high) + 1)
+    if len(exponents) > 2:
+        every = -(-len(exponents) // _MOST_TICKS)
+        shown = [exponent for exponent in exponents if exponent % every == 0]
+        return [float(exponent) for exponent in shown], [f"$10^{{{x}}}$" for x in shown]
+    values = [m * 10.0**x for x in range(math.floor(low), math.ceil(high)) for m in (1, 2, 5)]
+    inside = [value for value in values if low <= math.log10(value) <= high]
+    if len(inside) < 2:
+        inside = [float(f"{10 ** (low + part * (high - low)):.3g}") for part in (0.2, 0.8)]
+    return [math.log10(value) for value in inside], [f"{value:g}" for value in inside]

@@ -1,0 +1,59 @@
+"""Whether the draws of a sparse estimator can show anything at all.
+
+No interval can come from what was never drawn. An estimator that touches only the tokens it has
+sampled (score function, ReinMax) shows nothing of a logit until its token comes up: among 50
+samples from 50,000 tokens no two agree, and the draws look as if their mean were surely 0. How
+often samples agree is known from Z, so what can be told is decided before it is measured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.gradients.truth import Truth
+
+MIN_EVENTS = 10  # a smaller count is off by a third and more
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How often the draws of a sparse estimator can be expected to show what is asked of them.
+
+    Attributes:
+        pairs: Expected pairs of samples, from two draws, that share a token at a position.
+        known_pairs: The same among the logits that the truth knows.
+        truth_hits: Expected meetings of a sample with the truth: samples that hold a token of it,
+            weighted by its squared gradient, or pairs with samples of a sparse truth.
+    """
+
+    pairs: float
+    known_pairs: float = 0.0
+    truth_hits: float = 0.0
+
+    @property
+    def shows_spread(self) -> bool:
+        """Whether norm and SNR can be told."""
+        return self.pairs >= MIN_EVENTS
+
+    @property
+    def shows_agreement(self) -> bool:
+        """Whether cosine and bias can be told."""
+        return min(self.known_pairs, self.truth_hits) >= MIN_EVENTS
+
+    @classmethod
+    def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> "Coverage":
+        """From Z, (N, V), by which the samples are drawn."""
+        probabilities = torch.softmax(logits.detach().double(), dim=-1).flatten()
+        all_pairs = draws * (draws - 1) / 2 * num_samples**2
+        pairs = all_pairs * float(probabilities.square().sum())
+        if truth is None:
+            return cls(pairs)
+        known = truth.restrict(probabilities[None])[0]
+        together = float(known.square().sum())
+        if truth.kind in ("rloo", "as_in_code"):
+            hits = truth.samples * together
+        else:
+            weights = truth.blocks.mean(0).double().square()
+            hits = float((weights * known).sum() / weights.sum().clamp_min(1e-300))
+        return cls(pairs, all_pairs * together, draws * num_samples * hits)

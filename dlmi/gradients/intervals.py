@@ -1,0 +1,88 @@
+"""Numbers with confidence intervals, from leaving one draw out at a time."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+Indices = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number with its 95% confidence interval.
+
+    Attributes:
+        value: The number; None where it is not defined or the noise hides it.
+        low: Lower end; None for no bound.
+        high: Upper end; None for no bound.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+UNDEFINED = Statistic(None, None, None)
+
+
+def jackknife(
+    statistic: Callable[[Indices, Indices], float], draws: int, blocks: int = 1
+) -> Statistic:
+    """A statistic of draws and of the truth's blocks, with an interval from leaving one out.
+
+    Leaving one out keeps all pairs pairs of different draws. Drawing with replacement, as the
+    bootstrap does, would pair draws with themselves and put the noise back that was subtracted.
+    Draws and blocks are two independent samples, so their jackknife variances add up; the quantile
+    is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
+    the interval says how the reported number varies, not where the true maximum lies.
+
+    Args:
+        statistic: Function of the indices of draws and of blocks; nan where it is not defined.
+        draws: K.
+        blocks: T; a single one is left as it is.
+    """
+    all_draws, all_blocks = list(range(draws)), list(range(blocks))
+    value = statistic(all_draws, all_blocks)
+    if not math.isfinite(value):
+        return UNDEFINED
+    variances, freedoms = [], []
+    for count, left in ((draws, True), (blocks, False)):
+        if count == 1:
+            continue
+        values = []
+        for out in range(count):
+            rest = [i for i in range(count) if i != out]
+            values.append(statistic(rest, all_blocks) if left else statistic(all_draws, rest))
+        replicates = torch.tensor(values, dtype=torch.float64)
+        variances.append(float(replicates.var(correction=0)) * (count - 1))
+        freedoms.append(count - 1)
+    total = math.fsum(variances)
+    if not math.isfinite(total):
+        return Statistic(value, None, None)
+    if total == 0:
+        return Statistic(value, value, value)
+    parts = zip(variances, freedoms, strict=True)
+    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(total)
+    return Statistic(value, value - reach, value + reach)
+
+
+def exponential(logarithm: Statistic) -> Statistic:
+    """Positive numbers are studied by their logarithm, so that no interval reaches below 0."""
+    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, logarithm)
+
+
+def square_root(square: Statistic) -> Statistic:
+    """Of a square whose estimate may be negative: then 0."""
+    return _mapped(lambda x: math.sqrt(max(x, 0.0)), square)
+
+
+def _mapped(function: Callable[[float], float], statistic: Statistic) -> Statistic:
+    ends = (statistic.value, statistic.low, statistic.high)
+    mapped = [math.inf if end is None else function(end) for end in ends]
+    return Statistic(*(end if math.isfinite(end) else None for end in mapped))
