@@ -15,6 +15,7 @@ from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
 from dlmi.results import count_finished
 
 _POLL_SECONDS = 0.2
+_LAST_BYTES = 4096
 
 
 class CellRun:
@@ -29,6 +30,7 @@ class CellRun:
         self.cell = cell
         self.root = Path(grid.out)
         self.folder = self.root / cell.name
+        self._log = self.folder / "log.txt"
         self._record: dict[str, Any] = {
             "label": cell.label,
             "axis": grid.axis,
@@ -62,6 +64,14 @@ class CellRun:
         """Targets that are done with."""
         return count_finished(self.folder / "results.jsonl")
 
+    @property
+    def latest_line(self) -> str:
+        """The last thing that it said."""
+        try:
+            return _last_line(self._log)
+        except OSError:
+            return ""
+
     def run(self, tick: Callable[[], None]) -> str | None:
         """Run it to its end, or on from where it was; the error that ended it, if one did.
 
@@ -79,8 +89,7 @@ class CellRun:
         command += [f"{logger}.save_dir", str(self.root.parent), f"{logger}.name", self.root.name]
         command += [f"{logger}.version", self.cell.name]
         began = time.monotonic()
-        log = self.folder / "log.txt"
-        with log.open("ab") as screen:
+        with self._log.open("ab") as screen:
             # A session of its own: Ctrl-C comes from here, once, or it would stop without saving.
             process = subprocess.Popen(
                 command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
@@ -89,8 +98,8 @@ class CellRun:
         if exit_code == 0:
             self._store({**self._record, "seconds": time.monotonic() - began})
             return None
-        error = _last_line(log) or f"ended with exit code {exit_code} and said nothing"
-        failure = {"error": error, "exit_code": exit_code, "log": str(log)}
+        error = self.latest_line or f"ended with exit code {exit_code} and said nothing"
+        failure = {"error": error, "exit_code": exit_code, "log": str(self._log)}
         (self.folder / FAILURE_FILE).write_text(json.dumps(failure) + "\n", encoding="utf-8")
         return error
 
@@ -129,7 +138,10 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    size = log.stat().st_size
+    with log.open("rb") as file:
+        file.seek(max(0, size - _LAST_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
     return lines[-1].removeprefix("dlmi: error: ") if lines else ""
 
 

@@ -55,7 +55,8 @@ class GridDisplay:
         self._out = grid.out
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
         self._bar = Progress(*columns, console=self.console, transient=True)
-        self._current = ""
+        self._current: CellRun | None = None
+        self._number = 0
         self._began = self._last_line = time.monotonic()
         self._at_start = _Cost.of(runs)
         self._task: Any = None
@@ -74,7 +75,8 @@ class GridDisplay:
 
     def begin(self, number: int, run: CellRun) -> None:
         """A cell starts."""
-        self._current = f"{number}/{len(self._runs)} {run.cell.name}"
+        self._current = run
+        self._number = number
         self.tick()
 
     def tick(self) -> None:
@@ -102,7 +104,13 @@ class GridDisplay:
         left = cost.token_passes - cost.done_passes
         speed = fresh / (now - self._began) if fresh else cost.speed
         at_most = f"at most {clock(left / speed)} left" if speed else "time left not known yet"
-        return f"{self._current} · {cost.done}/{cost.cells} cells done · {at_most}"
+        line = f"cell {self._number} of {cost.cells}, {cost.done} done · {at_most}"
+        if self._current is None:
+            return line
+        # The cell's own account of itself, which it writes to its log.
+        said = self._current.latest_line
+        inside = f": {said}" if said.endswith("left") else ""
+        return f"{line} · {self._current.cell.name}{inside}"
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
