@@ -15,7 +15,7 @@ from dlmi.methods import DLMI
 from dlmi.report.loading import Group, Loaded, Series
 from dlmi.report.page import DASH, write_page
 from dlmi.report.page_data import TRACE_POINTS, thin_trace
-from dlmi.report.parts import Figure, ReportTable
+from dlmi.report.parts import Figure, ModelText, ReportTable
 from dlmi.slots import TracePoint
 
 needs_chromium = pytest.mark.skipif(
@@ -223,6 +223,14 @@ def test_page_without_results(tmp_path):
 
 
 # ---- In a browser
+
+
+def test_tables_mark_the_wrong_tokens(tmp_path):
+    text = ModelText([("right<b>", False), (" wrong", True)])
+    table = ReportTable("prompts", "Prompts", "One.", ("output",), ((text,),))
+    write_page(tmp_path / "page.html", Loaded((), (), ()), [], [table])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'right&lt;b&gt;<mark class="miss">␣wrong</mark></td>' in page
 
 
 @pytest.fixture(scope="module")
