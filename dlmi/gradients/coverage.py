@@ -21,7 +21,8 @@ class Coverage:
     """How often the draws of a sparse estimator can be expected to show what is asked of them.
 
     Attributes:
-        pairs: Expected pairs of samples, from two draws, that share a token at a position.
+        pairs: Expected pairs of samples, from two draws, that share a token at a position (or the
+            lack of one, where nearly all hold it).
         known_pairs: The same among the logits that the truth knows.
         truth_hits: Expected meetings of a sample with the truth: samples that hold a token of it,
             weighted by its squared gradient, or pairs with samples of a sparse truth.
@@ -44,7 +45,9 @@ class Coverage:
     @classmethod
     def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> "Coverage":
         """From Z, (N, V), by which the samples are drawn."""
-        probabilities = torch.softmax(logits.detach().double(), dim=-1).flatten()
+        p = torch.softmax(logits.detach().double(), dim=-1).flatten()
+        # Of a token that nearly all samples hold, what tells is its absence.
+        probabilities = torch.minimum(p, 1 - p)
         all_pairs = draws * (draws - 1) / 2 * num_samples**2
         pairs = all_pairs * float(probabilities.square().sum())
         if truth is None:

@@ -21,6 +21,8 @@ Axes: K draws, T blocks, P logits.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,9 +111,9 @@ def squared_snr(products: Tensor, indices: Indices) -> float:
 
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+    squared = jackknife(partial(_of_draws, squared_snr, products), len(products))
     is_seen = squared.value is not None and squared.value > 0
-    norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
+    norm = jackknife(partial(_of_draws, squared_norm, products), len(products))
     return {
         "snr": square_root(squared),
         "relative_variance": Statistic(
@@ -157,13 +159,22 @@ def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]
 def _is_above_zero(products: Tensor) -> bool:
     """Whether the norm of a mean stands out of its noise: a ratio to it means little otherwise.
 
-    Judged by the SNR, whose own scale heavy tails upset less than the norm's. A norm without
+    Judged by the squared norm or, as heavy tails upset it less, by the squared SNR. A norm without
     noise stands out if it is there at all.
     """
     if len(products) == 1:
         return float(products) > 0
-    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
-    return squared.value is None or (squared.low is not None and squared.low > 0)
+    for measure_of in (squared_norm, squared_snr):
+        found = jackknife(partial(_of_draws, measure_of, products), len(products))
+        if found.low is not None and found.low > 0:
+            return True
+    return False
+
+
+def _of_draws(
+    function: Callable[[Tensor, Indices], float], products: Tensor, draws: Indices, _: Indices
+) -> float:
+    return function(products, draws)
 
 
 def variance_max(gradients: Tensor) -> Statistic:
