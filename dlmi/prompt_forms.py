@@ -82,8 +82,8 @@ def measure_forms(
     last_ids: Tensor,
     relaxation: Relaxation | None,
     prompt_bos: bool,
-) -> LCSMatrix:
-    """The matrix of a slot as it stands.
+) -> tuple[LCSMatrix, float | None]:
+    """The matrix of a slot as it stands, and the rate of rank-1 tokens of its target.
 
     Args:
         lm: The model.
@@ -92,6 +92,11 @@ def measure_forms(
         last_ids: Its latest one, (N,).
         relaxation: Its distributions; forms that need them are left out where there are none.
         prompt_bos: Put BoS before each prompt.
+
+    Returns:
+        The matrix; and the share of target tokens that the LM puts first after BoS and the true
+        tokens before them, which teacher forcing gets right with no prompt at all. None where the
+        LM has no BoS.
     """
     target_ids = slot.target.ids
     prompts = {
@@ -111,20 +116,16 @@ def measure_forms(
             decode: max(lcs_ratio(target_ids, row[column]) for row in mine)
             for column, decode in enumerate(DECODES)
         }
-    if (after_bos := _after_bos(lm, target_ids)) is not None:
-        scores = [lcs_ratio(target_ids, output_ids) for output_ids in after_bos]
-        matrix["no_prompt"] = dict(zip(DECODES, scores, strict=True))
-    return {form: matrix[form] for form in FORMS if form in matrix}
-
-
-@torch.no_grad()
-def rank_one_rate(lm: FrozenLM, target_ids: Sequence[int]) -> float | None:
-    """Share of target tokens that rank first after BoS and the true tokens before them."""
-    after_bos = _after_bos(lm, target_ids)
-    if after_bos is None:
-        return None
-    pairs = zip(target_ids, after_bos[DECODES.index("teacher_forced")], strict=True)
-    return sum(wanted == got for wanted, got in pairs) / len(target_ids)
+    rank_one_rate = None
+    if (bos_ids := _bos_ids(lm)) is not None:
+        [(greedy_ids, forced_ids)] = _decode(lm, lm.embed(bos_ids), target_ids, None)
+        matrix["no_prompt"] = {
+            "free_greedy": lcs_ratio(target_ids, greedy_ids),
+            "teacher_forced": lcs_ratio(target_ids, forced_ids),
+        }
+        hits = [wanted == got for wanted, got in zip(target_ids, forced_ids, strict=True)]
+        rank_one_rate = sum(hits) / len(hits)
+    return {form: matrix[form] for form in FORMS if form in matrix}, rank_one_rate
 
 
 def _relaxed_prompts(lm: FrozenLM, relaxation: Relaxation, slot: Slot) -> dict[str, Tensor]:
@@ -155,13 +156,12 @@ def _copied_ids(target_ids: Sequence[int], like: Tensor) -> Tensor:
     return like.new_tensor([*target_ids] * copies)[-len(like) :]
 
 
-def _after_bos(lm: FrozenLM, target_ids: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """What the LM says with no prompt, under each decode; None where it has no BoS."""
+def _bos_ids(lm: FrozenLM) -> Tensor | None:
+    """What stands for no prompt, (1, 1); None where the LM has neither BoS nor EoS."""
     try:
-        bos_ids = torch.tensor([[lm.bos_id]], device=lm.device)
+        return torch.tensor([[lm.bos_id]], device=lm.device)
     except InputError:
         return None
-    return _decode(lm, lm.embed(bos_ids), target_ids, None)[0]
 
 
 def _decode(

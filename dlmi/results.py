@@ -17,7 +17,7 @@ from dlmi.errors import InputError
 from dlmi.evaluation import bos_prefix
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
-from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms, rank_one_rate
+from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
 from dlmi.slots import Slot, TracePoint
 from dlmi.version import __version__
 
@@ -166,7 +166,7 @@ def build_row(
     prompt_text = lm.decode(best.prompt_ids)
     prompt_bos = bool(settings["prompt_bos"])
     best_ids = torch.tensor(best.prompt_ids, device=lm.device)
-    matrix = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
+    matrix, rank_one_rate = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
     return Inversion(
         target_id=target.id,
         k=target.k,
@@ -200,7 +200,7 @@ def build_row(
         target_tokens=_token_texts(lm, target.ids),
         output_tokens=_token_texts(lm, best.output_ids),
         lcs_matrix=matrix,
-        rank_one_rate=rank_one_rate(lm, target.ids),
+        rank_one_rate=rank_one_rate,
         diagnostics={name: tuple(v.tolist()) for name, v in slot.diagnostics.items()},
         **environment,
     )

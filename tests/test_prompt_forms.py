@@ -14,7 +14,6 @@ from dlmi.prompt_forms import (
     FORMS,
     Relaxation,
     measure_forms,
-    rank_one_rate,
 )
 from dlmi.slots import Slot
 from dlmi.soft_embedding import soft_embedding
@@ -47,7 +46,7 @@ def decoded(lm, embeds, target=TARGET):
 
 def matrix_of(lm, slot, relaxation, prompt_bos=False):
     ids = torch.arange(4, 4 + N)
-    return measure_forms(lm, slot, ids, ids.flip(0), relaxation, prompt_bos), ids
+    return measure_forms(lm, slot, ids, ids.flip(0), relaxation, prompt_bos)[0], ids
 
 
 def test_discrete_forms_are_decodes_of_their_ids(tiny, slot):
@@ -79,7 +78,7 @@ def test_forms_meet_where_the_distribution_is_sharp(tiny, slot, logits):
     """At a vanishing temperature every noise-free form is the argmax prompt."""
     tau = torch.full((N,), 1e-4, dtype=torch.float64)
     last_ids = tiny.prompt_token_ids[logits.argmax(-1)]
-    matrix = measure_forms(tiny, slot, last_ids, last_ids, Relaxation(logits, tau), False)
+    matrix, _ = measure_forms(tiny, slot, last_ids, last_ids, Relaxation(logits, tau), False)
     assert "gumbel_sample" not in matrix
     assert matrix["softmax"] == matrix["argmax"] == matrix[BEST_OF_SAMPLES]
 
@@ -102,9 +101,14 @@ def test_hard_samples_follow_the_methods_own_distribution():
 
 
 def test_rank_one_rate_counts_tokens_that_the_lm_would_say_anyway(tiny):
+    def rate(target_ids):
+        slot = Slot.open(0, Target("t", tuple(target_ids), "text"), 0, torch.device("cpu"))
+        ids = torch.arange(4, 4 + N)
+        return measure_forms(tiny, slot, ids, ids, None, False)[1]
+
     said = tiny.greedy(torch.tensor([[tiny.bos_id]]), 4)[0].tolist()
-    assert rank_one_rate(tiny, said) == 1.0
-    assert rank_one_rate(tiny, [*said[:3], (said[3] + 1) % 30]) == 0.75
+    assert rate(said) == 1.0
+    assert rate([*said[:3], (said[3] + 1) % 30]) == 0.75
 
 
 def test_random_prompts_differ_by_seed_and_target_only(tiny):
@@ -144,6 +148,7 @@ def test_rows_carry_the_forms_that_the_method_has(method, absent, data, fit):
 def test_an_lm_without_bos_has_no_floor_of_no_prompt(model_folder, slot):
     lm = load_lm(str(model_folder()), dtype="float64")
     lm.tokenizer.bos_token = lm.tokenizer.eos_token = None
-    matrix, _ = matrix_of(lm, slot, None)
+    ids = torch.arange(4, 4 + N)
+    matrix, rank_one_rate = measure_forms(lm, slot, ids, ids, None, False)
     assert "no_prompt" not in matrix
-    assert rank_one_rate(lm, TARGET) is None
+    assert rank_one_rate is None
