@@ -57,12 +57,11 @@ class GridDisplay:
         self._bar = Progress(*columns, console=self.console, transient=True)
         self._current: CellRun | None = None
         self._number = 0
-        self._began = self._last_line = time.monotonic()
-        self._at_start = _Cost.of(runs)
+        self._began = self._last_shown = 0.0
         self._task: Any = None
 
     def __enter__(self) -> "GridDisplay":
-        start = self._at_start
+        start = _Cost.of(self._runs)
         self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
         if self.console.is_terminal:
             self._task = self._bar.add_task("", total=start.token_passes or 1)
@@ -77,19 +76,22 @@ class GridDisplay:
         """A cell starts."""
         self._current = run
         self._number = number
+        self._began = time.monotonic()
+        self._last_shown = 0.0
         self.tick()
 
     def tick(self) -> None:
         """Show how far it is."""
         now = time.monotonic()
+        if now - self._last_shown < (1.0 if self.console.is_terminal else _LOG_SECONDS):
+            return
+        self._last_shown = now
+        cost = _Cost.of(self._runs)
+        line = self._line(cost, now)
         if self.console.is_terminal:
-            cost = _Cost.of(self._runs)
-            self._bar.update(
-                self._task, completed=cost.done_passes, description=self._line(cost, now)
-            )
-        elif now - self._last_line > _LOG_SECONDS:
-            self._last_line = now
-            self._say(self._line(_Cost.of(self._runs), now))
+            self._bar.update(self._task, completed=cost.done_passes, description=line)
+        else:
+            self._say(line)
 
     def end(self, run: CellRun, error: str | None) -> None:
         """A cell is over; `error` says why if it failed."""
@@ -99,17 +101,18 @@ class GridDisplay:
             self._say(f"{run.cell.name}: {run.finished_rows} rows in {clock(run.seconds or 0)}")
 
     def _line(self, cost: _Cost, now: float) -> str:
-        """Time left from this session's own speed, as soon as it has finished some rows."""
-        fresh = cost.done_passes - self._at_start.done_passes
-        left = cost.token_passes - cost.done_passes
-        speed = fresh / (now - self._began) if fresh else cost.speed
-        at_most = f"at most {clock(left / speed)} left" if speed else "time left not known yet"
-        line = f"cell {self._number} of {cost.cells}, {cost.done} done · {at_most}"
+        """Time left at the speed of the cells that are done, and what the running cell says."""
+        left = "time left not known before a cell is done"
+        if cost.speed:
+            rest = _Cost.of(self._runs[self._number - 1 :])  # those before are done, or failed
+            at_most = (rest.token_passes - rest.done_passes) / cost.speed - (now - self._began)
+            left = f"at most {clock(max(0.0, at_most))} left"
+        line = f"cell {self._number} of {cost.cells}, {cost.done} done · {left}"
         if self._current is None:
             return line
-        # The cell's own account of itself, which it writes to its log.
-        said = self._current.latest_line
-        inside = f": {said}" if said.endswith("left") else ""
+        said = self._current.latest_line  # its own account of itself, from its log
+        first, *_, last = said.split(" · ") * 2
+        inside = f": {first}, {last}" if last.endswith("left") else ""
         return f"{line} · {self._current.cell.name}{inside}"
 
     def _say(self, text: str) -> None:
