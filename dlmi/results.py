@@ -68,7 +68,7 @@ class Inversion:
         target_tokens: The same of `target_ids`.
         output_tokens: The same of `output_ids`.
         lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.prompt_forms`), at the last
-            step; `best_so_far` with `free_greedy` is `lcs`.
+            step; `best_so_far` with `free_greedy` is `lcs`. Empty for an interrupted target.
         rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
             before them: what teacher forcing gets right with no prompt.
         diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
@@ -165,8 +165,11 @@ def build_row(
     assert last is not None
     prompt_text = lm.decode(best.prompt_ids)
     prompt_bos = bool(settings["prompt_bos"])
-    best_ids = torch.tensor(best.prompt_ids, device=lm.device)
-    matrix, rank_one_rate = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
+    matrix: LCSMatrix = {}
+    rank_one_rate = None
+    if stop_reason != "interrupted":  # whoever presses Ctrl-C waits for this
+        best_ids = torch.tensor(best.prompt_ids, device=lm.device)
+        matrix, rank_one_rate = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
     return Inversion(
         target_id=target.id,
         k=target.k,

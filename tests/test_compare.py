@@ -1,7 +1,6 @@
 """The grid: its plan, its cells as ordinary runs, restarts, failures, mistakes."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from dlmi.compare.cells import CellRun
 from dlmi.compare.grid import Grid, MethodSpec, plan
 from dlmi.errors import InputError
 from dlmi.fit import plan_fit
+from dlmi.locks import lock_folder
 from dlmi.report.loading import best_point, load
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -281,14 +281,20 @@ def test_another_grid_in_the_same_folder_is_refused(grid, capsys):
     assert "data.target_length = 4" in capsys.readouterr().err
 
 
+def test_a_second_comparison_in_the_same_folder_is_refused(grid, capsys):
+    folder = Path(grid()["out"])
+    with lock_folder(folder):
+        assert run("compare", "--config", write(grid())) == 2
+    assert "another process is writing" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
 def test_a_second_process_in_a_cell_is_refused(grid):
     """The lock of the folder: what a killed grid left running is not run beside."""
     settings = grid(methods={"SODA": {"config": "soda.yaml"}})
     [cell] = plan(as_grid(settings), CONFIGS)
     folder = CellRun(as_grid(settings), cell).folder
-    folder.mkdir(parents=True)
-    with (folder / ".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_folder(folder):
         error = CellRun(as_grid(settings), cell).run(lambda: None)
     assert error is not None
     assert "another process is writing" in error

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import SMALL
+from test_contracts import StopAfter
 
 from dlmi import load_lm
 from dlmi.methods import DLMI, GBDA, GCG, SODA
@@ -143,6 +144,12 @@ def test_rows_carry_the_forms_that_the_method_has(method, absent, data, fit):
         if "tau" in row.diagnostics:
             assert len(row.diagnostics["tau"]) == 5
             assert last.means["tau"] == pytest.approx(sum(row.diagnostics["tau"]) / 5)
+
+
+def test_an_interrupted_target_does_not_keep_anyone_waiting(data, fit):
+    rows = fit(DLMI(**SMALL, tau0=1.0, num_samples=2), data(), callbacks=[StopAfter(2)])
+    assert {row.stop_reason for row in rows.values()} == {"interrupted"}
+    assert all(row.lcs_matrix == {} and row.rank_one_rate is None for row in rows.values())
 
 
 def test_an_lm_without_bos_has_no_floor_of_no_prompt(model_folder, slot):

@@ -1,6 +1,5 @@
 """Writes `results.jsonl`: every finished row is on the disk before its slot is reused."""
 
-import fcntl
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -8,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.errors import InputError
+from dlmi.locks import lock_folder
 from dlmi.results import Inversion, append_row, read_rows, rewrite_rows
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ResultWriter(InversionCallback):
     def on_train_start(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
         """Find the file; keep what an earlier part of this run finished."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self._lock = _lock(folder)
+        self._lock = lock_folder(folder)
         self.path = folder / "results.jsonl"
         if not self.path.exists():
             return
@@ -68,18 +68,3 @@ class ResultWriter(InversionCallback):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    """Keep other processes out of a run's folder; the system lets go when this one ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("wb")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise InputError(
-            f"Expected a run folder of its own, but another process is writing to {folder}. Wait "
-            "for it to end, or choose another folder."
-        ) from error
-    return lock

@@ -14,6 +14,7 @@ from dlmi.compare.cells import CellRun
 from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
+from dlmi.locks import lock_folder
 from dlmi.report.loading import load
 
 
@@ -53,7 +54,8 @@ def compare_command(arguments: list[str]) -> int:
     if config.dry_run:
         print_plan(grid, runs, config.speed)
         return 0
-    return _run_all(grid, runs)
+    with lock_folder(Path(grid.out)):
+        return _run_all(grid, runs)
 
 
 def _grid(config: Namespace) -> Grid:
