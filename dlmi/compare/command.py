@@ -15,7 +15,7 @@ from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
 from dlmi.locks import lock_folder
-from dlmi.report.loading import load
+from dlmi.report.loading import Group, load
 
 
 def compare_command(arguments: list[str]) -> int:
@@ -76,7 +76,7 @@ def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
                 failed.append(run)
     screen = Console()
     if len(failed) < len(runs):
-        screen.print(_results_table(Path(grid.out)))
+        screen.print(*map(_results_table, load([Path(grid.out)]).groups))
     for run in failed:
         text = f"failed: {run.cell.name} (log: {run.folder / 'log.txt'})"
         screen.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -84,25 +84,25 @@ def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
     return 1 if failed else 0
 
 
-def _results_table(folder: Path) -> Table:
-    """Per method, N and model at the full budget."""
-    title = "Honest results: discrete prompt, free greedy decode, at the full budget"
-    table = Table(title=title, title_justify="left")
-    names = ("model", "N", "method", "targets x seeds", "exact", "mean LCS", "as in code")
+def _results_table(group: Group) -> Table:
+    """Per method and N at the full budget."""
+    table = Table(
+        title=f"{group.model}, {group.dtype}: discrete prompt, free greedy decode, full budget",
+        title_justify="left",
+    )
+    names = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")
     for name in names:
-        table.add_column(name, justify="left" if name in ("model", "method") else "right")
-    for group in load([folder]).groups:
-        for series in group.series:
-            rows = series.rows
-            seeds = len({row.seed for row in rows})
-            soft = [row.as_in_code_lcs for row in rows if row.as_in_code_lcs is not None]
-            table.add_row(
-                group.model,
-                str(series.prompt_length),
-                series.label,
-                f"{len({row.target_id for row in rows})} x {seeds}",
-                f"{sum(row.exact for row in rows)}/{len(rows)}",
-                f"{statistics.mean(row.lcs for row in rows):.3f}",
-                f"{statistics.mean(soft):.3f}" if soft else "-",
-            )
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for series in group.series:
+        rows = series.rows
+        seeds = len({row.seed for row in rows})
+        soft = [row.as_in_code_lcs for row in rows if row.as_in_code_lcs is not None]
+        table.add_row(
+            series.label,
+            str(series.prompt_length),
+            f"{len({row.target_id for row in rows})} x {seeds}",
+            f"{sum(row.exact for row in rows)}/{len(rows)}",
+            f"{statistics.mean(row.lcs for row in rows):.3f}",
+            f"{statistics.mean(soft):.3f}" if soft else "-",
+        )
     return table
