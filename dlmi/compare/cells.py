@@ -55,9 +55,9 @@ class CellRun:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None unless it is done."""
-        stored = self._stored()
-        return None if stored is None else stored.get("seconds")
+        """How long it took, with its stops in between; None unless it is done."""
+        stored = self._stored() or {}
+        return stored["spent"] if stored.get("is_done") else None
 
     @property
     def finished_rows(self) -> int:
@@ -80,7 +80,8 @@ class CellRun:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
-        self._store(self._record)
+        record = {**self._record, "spent": (self._stored() or {}).get("spent", 0.0)}
+        self._store(record)
         overrides = self.folder / "cell.yaml"
         overrides.write_text(as_yaml(self.cell.overrides), encoding="utf-8")
         logger = "--trainer.logger.init_args"
@@ -88,15 +89,18 @@ class CellRun:
         command += ["--config", str(overrides), "--continue_run", "true"]
         command += [f"{logger}.save_dir", str(self.root.parent), f"{logger}.name", self.root.name]
         command += [f"{logger}.version", self.cell.name]
-        began = time.monotonic()
+        began, exit_code = time.monotonic(), None
         with self._log.open("ab") as screen:
             # A session of its own: Ctrl-C comes from here, once, or it would stop without saving.
             process = subprocess.Popen(
                 command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
             )
-            exit_code = _wait(process, tick)
+            try:
+                exit_code = _wait(process, tick)
+            finally:
+                record["spent"] += time.monotonic() - began
+                self._store({**record, "is_done": exit_code == 0})
         if exit_code == 0:
-            self._store({**self._record, "seconds": time.monotonic() - began})
             return None
         error = self.latest_line or f"ended with exit code {exit_code} and said nothing"
         failure = {"error": error, "exit_code": exit_code, "log": str(self._log)}
