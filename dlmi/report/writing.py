@@ -17,7 +17,9 @@ from dlmi.version import __version__
 _DOTS_PER_INCH = 200
 
 # Characters of our own text that Markdown or HTML would take for markup.
-_MARKUP = re.compile(r"[\\`*_{}\[\]<>|~$&#!]")
+# What Markdown reads as more than a character. An underscore inside a word and brackets that no
+# address follows are what they are.
+_MARKUP = re.compile(r"[\\`*{}<>|~$&#!]|(?<!\w)_|_(?!\w)|\](?=\s*[(\[:])")
 
 # What a spreadsheet would take for a formula.
 _FORMULA = ("=", "+", "-", "@")
@@ -114,8 +116,8 @@ def markdown_cell(value: Cell) -> str:
 def markdown_text(text: str) -> str:
     r"""Text of our own, with names of the user's in it, on one line.
 
-    >>> markdown_text("a_b <c>\n")
-    'a&#95;b &#60;c&#62;⏎'
+    >>> markdown_text("a_b <c> [d](e)\n")
+    'a_b &#60;c&#62; [d&#93;(e)⏎'
     """
     return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", visible(text))
 
