@@ -83,10 +83,6 @@ class OneLineParser(LightningArgumentParser):
 def _clearer(message: str) -> str:
     """Jsonargparse's message, with the way out where it leaves one open."""
     methods = ", ".join(dlmi.methods.__all__)
-    # A mistake inside `model` comes wrapped in a list of all that was tried.
-    if tried := [e for e in re.findall(r"^ *- (.*)$", message, re.M) if "NoneType" not in e]:
-        message = tried[0]
-    message = message.removeprefix('Parser key "config": ')
     if unknown := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"Expected `model` to be a method ({methods}), but got {unknown[1]!r}."
     if "required: fit.model" in message:
@@ -99,7 +95,10 @@ def _clearer(message: str) -> str:
             f"Expected options that exist, but got {unknown[1]!r}. `python -m dlmi fit --help` "
             "lists them, `python -m dlmi fit --model.help METHOD` those of a method."
         )
-    return message
+    # A mistake inside `model` comes wrapped in a list of all that was tried, over several lines.
+    _, *tried = re.split(r"^ *- ", message, flags=re.M)
+    found = [text for text in tried if "NoneType" not in text]
+    return found[0] if found else message.removeprefix('Parser key "config": ')
 
 
 class InversionCLI(LightningCLI):
