@@ -120,7 +120,9 @@ class CellRun:
 
 def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
     """Wait for a cell; Ctrl-C and SIGTERM reach it, and it gets the time to save itself."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # Both: a shell that starts this in the background lets it ignore Ctrl-C from the outset.
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(signum, _interrupt) for signum in signals]
     try:
         while (exit_code := process.poll()) is None:
             tick()
@@ -134,7 +136,8 @@ def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
             process.kill()
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in zip(signals, previous, strict=True):
+            signal.signal(signum, handler)
 
 
 def _interrupt(signum: int, frame: Any) -> None:
