@@ -21,6 +21,8 @@ from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
 from dlmi.slots import Slot, TracePoint
 from dlmi.version import __version__
 
+RESULTS_FILE = "results.jsonl"  # in a run's folder
+
 
 @dataclass(frozen=True)
 class Inversion:
@@ -279,7 +281,7 @@ def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
         tolerate_cut: Ignore a last line that was only half written when the run was killed.
     """
     if path.is_dir():
-        path = path / "results.jsonl"
+        path = path / RESULTS_FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

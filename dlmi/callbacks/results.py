@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from dlmi.callbacks.base import InversionCallback
 from dlmi.errors import InputError
 from dlmi.locks import lock_folder
-from dlmi.results import Inversion, append_row, read_rows, rewrite_rows
+from dlmi.results import RESULTS_FILE, Inversion, append_row, read_rows, rewrite_rows
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def refuse_used_folder(folder: Path) -> None:
     """Raise `InputError` if a run has already written its results there."""
-    if (folder / "results.jsonl").exists():
+    if (folder / RESULTS_FILE).exists():
         raise InputError(
             f"Expected a fresh run folder, but {folder} holds the results of a run. Resume that "
             "run with `--ckpt_path`, or choose another folder."
@@ -42,7 +42,7 @@ class ResultWriter(InversionCallback):
         """Find the file; keep what an earlier part of this run finished."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._lock = lock_folder(folder)
-        self.path = folder / "results.jsonl"
+        self.path = folder / RESULTS_FILE
         if not self.path.exists():
             return
         if trainer.ckpt_path is None and not self.continues:

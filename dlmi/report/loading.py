@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlmi.errors import InputError
+from dlmi.gradients.rows import FILE_NAME as GRADIENTS_FILE
 from dlmi.report.method_names import natural_order, run_labels
 from dlmi.report.result_files import (
-    GRADIENTS_FILE,
-    RESULTS_FILE,
     Axis,
     Run,
     failed_cells,
@@ -21,7 +20,7 @@ from dlmi.report.result_files import (
     read_lines,
     result_files,
 )
-from dlmi.results import Inversion
+from dlmi.results import RESULTS_FILE, Inversion
 from dlmi.slots import TracePoint
 
 __all__ = ["Axis", "Group", "Loaded", "Series", "best_point", "last_point", "load"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dlmi.errors import InputError
-from dlmi.results import Inversion
+from dlmi.gradients.rows import FILE_NAME as GRADIENTS_FILE
+from dlmi.results import RESULTS_FILE, Inversion
 
 Axis = Literal["step", "token_passes", "seconds"]
 
@@ -16,9 +17,6 @@ Axis = Literal["step", "token_passes", "seconds"]
 CELL_FILE = "cell.json"
 # And this where a cell came to grief.
 FAILURE_FILE = "failure.json"
-
-RESULTS_FILE = "results.jsonl"
-GRADIENTS_FILE = "gradients.jsonl"
 
 # How many broken lines of a file are named one by one.
 _NAMED_LINES = 10
