@@ -145,7 +145,7 @@ METHODS = {
         DLMI,
         {
             "tau0": 1.0,
-            "num_samples": 4,
+            "num_samples": 8,
             "teacher_forcing": False,
             "next_token": "gumbel_softmax",
             "loss": "hinge",
