@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
+from dlmi.strategy import TargetParallelStrategy
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -19,11 +20,11 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
         data: With its LM and targets loaded.
         module: The method.
     """
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, TargetParallelStrategy):
         raise InputError(
-            f"Expected `trainer.devices` to be 1, but the run has {trainer.world_size} ranks. "
-            "Run one process per device, each on its own part of the targets "
-            "(`data.targets_file`)."
+            f"Expected `trainer.strategy` to be TargetParallelStrategy on {trainer.world_size} "
+            f"ranks, but got {type(trainer.strategy).__name__}, which makes the prompts of all "
+            "ranks equal. Leave `trainer.strategy` out and it is chosen."
         )
     if trainer.gradient_clip_val:
         raise InputError(

@@ -12,7 +12,7 @@ from typing import NoReturn
 from dlmi.bench import bench_command
 from dlmi.commands import targets_command, verify_command
 from dlmi.compare import compare_command
-from dlmi.errors import input_error_behind
+from dlmi.errors import RunStopped, input_error_behind
 from dlmi.fit import fit_command
 from dlmi.gradients.command import gradients_command
 from dlmi.memory import keep_freed_memory
@@ -58,6 +58,9 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(COMMANDS[command](arguments[1:]))
     except ValueError as error:
         fail(str(input_error_behind(error)))
+    except RunStopped as stopped:
+        print(f"dlmi: stopped: {' '.join(str(stopped).split())}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("dlmi: interrupted", file=sys.stderr)
         sys.exit(130)

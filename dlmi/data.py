@@ -13,6 +13,7 @@ from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, DType, load_lm
+from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
 
 
@@ -147,6 +148,12 @@ class TargetDataModule(LightningDataModule):
             seen.add(target.id)
         lm.rows_per_pass = self.rows_per_pass
         self._lm, self._targets = lm, targets
+
+    def share_targets(self, ranks: Ranks) -> None:
+        """Take rank 0's targets: those drawn by rank could differ between kinds of devices."""
+        shared = ranks.broadcast([target.to_json() for target in self._targets])
+        if ranks.rank:
+            self._targets = [Target.from_json(target) for target in shared]
 
     def setup(self, stage: str) -> None:
         """Lightning's hook: load onto this rank's device."""

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can mend."""
+"""What a user is told in one line: mistakes that can be mended, and runs that had to stop."""
 
 
 class InputError(ValueError):
@@ -6,6 +6,13 @@ class InputError(ValueError):
 
     The line names the argument, what was expected, what came and the way out. On the command line
     it is printed without a traceback and the exit code is 2.
+    """
+
+
+class RunStopped(RuntimeError):
+    """A run that could not go on through no mistake of its settings, told in one line.
+
+    What was on disk before stays whole. On the command line the exit code is 1.
     """
 
 

@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
 # lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot mend that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
-from jsonargparse import lazy_instance  # type: ignore[attr-defined]
+from jsonargparse import Namespace, lazy_instance  # type: ignore[attr-defined]
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
@@ -18,13 +20,16 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import dlmi.methods
+from dlmi import slurm
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
 from dlmi.callbacks.base import InversionCallback
 from dlmi.callbacks.results import refuse_used_folder
+from dlmi.checkpoints import LAST, before
 from dlmi.checks import check_run
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, input_error_behind
 from dlmi.inverter import Inverter
+from dlmi.strategy import TargetParallelStrategy
 from dlmi.version import __version__
 
 
@@ -38,7 +43,24 @@ def fit_command(arguments: list[str]) -> int:
         args=["fit", *arguments],
         **_cli_options(),
     )
-    return 130 if cli.model.stop_requested else 0
+    return _exit_code(cli)
+
+
+def _exit_code(cli: "InversionCLI") -> int:
+    """0 if all targets are done; else that of the signal, as a shell has it, or 1."""
+    model = cli.model
+    if not model.stop_requested:
+        return 0
+    if model.ranks.trouble is not None:
+        return 1
+    callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
+    [checkpoint] = [c for c in callbacks if isinstance(c, RunCheckpoint)]
+    caught = checkpoint.signal or signal.SIGINT  # another rank's: what it was is that rank's news
+    if caught == signal.SIGUSR1 and slurm.job_id() is not None:
+        if cli.trainer.is_global_zero:
+            slurm.requeue()
+        return 0
+    return 128 + caught
 
 
 def _cli_options() -> dict[str, Any]:
@@ -68,7 +90,8 @@ class RunConfig(SaveConfigCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Save once."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if not (self.config.continue_run and (folder / self.config_filename).exists()):
+        is_there = self.config.continue_run and (folder / self.config_filename).exists()
+        if not trainer.strategy.broadcast(is_there):
             super().setup(trainer, pl_module, stage)
 
 
@@ -137,16 +160,19 @@ class InversionCLI(LightningCLI):
         """
 
     def before_instantiate_classes(self) -> None:
-        """Send a resumed run to the folder that its checkpoint lies in."""
+        """Send a resumed run to the folder that its checkpoint lies in; choose the strategy."""
         config = self.config.fit
         config.weights_only = True  # a checkpoint is data: it never runs code
+        if config.trainer.strategy == "auto" and _ranks_wanted(config.trainer) > 1:
+            config.trainer.strategy = TargetParallelStrategy.__name__
+        self._go_on_after_requeue(config)
         if config.continue_run and not config.ckpt_path:
             config.ckpt_path = _last_checkpoint(config.trainer.logger)
         if not config.ckpt_path:
             return
         config.continue_run = True
         checkpoint = Path(config.ckpt_path)
-        if not checkpoint.is_file():
+        if not (checkpoint.is_file() or before(checkpoint).is_file()):
             raise InputError(
                 f"Expected `ckpt_path` to be a checkpoint file, but {config.ckpt_path!r} is not "
                 "one. They lie in `lightning_logs/version_*/checkpoints`."
@@ -158,18 +184,44 @@ class InversionCLI(LightningCLI):
             logger.init_args.name = run.parent.name
             logger.init_args.version = run.name
 
+    def _go_on_after_requeue(self, config: Namespace) -> None:
+        """A job that SLURM has started again goes on in the folder of its first part."""
+        self._settings_key = slurm.settings_key(self.parser.dump(self.config, skip_check=True))
+        options = getattr(config.trainer.logger, "init_args", None)
+        if options is None or options.get("version") is not None or config.ckpt_path:
+            return
+        runs = Path(options.save_dir) / (options.name or "")
+        if folder := slurm.earlier_folder(runs, self._settings_key):
+            options.version = folder.name
+            config.continue_run = True
+
     def before_fit(self) -> None:
-        """Refuse bad input before a run folder is made."""
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        _check_writable(folder)
-        if not self.config.fit.continue_run:
-            refuse_used_folder(folder)
+        """Refuse bad input before a run folder is made and before other ranks are started."""
+        continues = self.config.fit.continue_run
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InversionCallback):
-                callback.continues = self.config.fit.continue_run
-        device = self.trainer.strategy.root_device
-        self.datamodule.load(device)
+                callback.continues = continues
+        if self.trainer.is_global_zero:
+            self._claim_folder(continues)
+        self.datamodule.load(self.trainer.strategy.root_device)
         check_run(self.trainer, self.datamodule, self.model)
+
+    def _claim_folder(self, continues: bool) -> None:
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        _check_writable(folder)
+        if not continues:
+            refuse_used_folder(folder)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ResultWriter):
+                callback.claim(folder)
+        slurm.leave_note(folder, self._settings_key)
+
+
+def _ranks_wanted(trainer: Namespace) -> int:
+    """How many ranks a trainer of these settings has; `devices: auto` is as many as there are."""
+    names = ("accelerator", "devices", "num_nodes")
+    probe = Trainer(**{name: trainer[name] for name in names}, logger=False)
+    return probe.world_size
 
 
 def _last_checkpoint(logger: Any) -> str | None:
@@ -182,8 +234,8 @@ def _last_checkpoint(logger: Any) -> str | None:
         )
     version = options.version
     folder = version if isinstance(version, str) else f"version_{version}"
-    last = Path(options.save_dir) / (options.name or "") / folder / "checkpoints" / "last.ckpt"
-    return str(last) if last.is_file() else None
+    last = Path(options.save_dir) / (options.name or "") / folder / "checkpoints" / LAST
+    return str(last) if last.is_file() or before(last).is_file() else None
 
 
 def _check_writable(folder: Path) -> None:

@@ -1,9 +1,30 @@
 """What makes a run the same run: a checkpoint, or rows on disk, of another are refused."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlmi.errors import InputError
 from dlmi.results import Inversion
+from dlmi.targets import fingerprint_targets
+
+if TYPE_CHECKING:
+    from dlmi.inverter import Inverter
+
+
+def settings_of(module: "Inverter") -> dict[str, Any]:
+    """A method's arguments as a JSON file has them: tuples are lists."""
+    public = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in public.items()}
+
+
+def run_identity(module: "Inverter") -> dict[str, Any]:
+    """What must be the same for a checkpoint to be resumed; slots and ranks may differ."""
+    return {
+        "method": type(module).__name__,
+        **{f"model.{name}": value for name, value in settings_of(module).items()},
+        "data.lm fingerprint": module.lm.fingerprint(),
+        "data.dtype": str(module.lm.dtype).removeprefix("torch."),
+        "targets": fingerprint_targets(module.data.targets),
+    }
 
 
 def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ Axes: B slots in flight, N prompt tokens, M target tokens.
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +28,20 @@ from dlmi.checks import check_run
 from dlmi.compiled import CompileDecision
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.identity import check_checkpoint, check_row
+from dlmi.failures import mark_failures
+from dlmi.identity import check_checkpoint, check_row, run_identity, settings_of
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
+from dlmi.news import News
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
+from dlmi.ranks import Ranks
 from dlmi.results import Inversion, build_row, describe_environment
+from dlmi.saved_slots import SavedSlots, pack_slots
 from dlmi.slots import Budget, Slot
-from dlmi.targets import Target, fingerprint_targets
+from dlmi.strategy import ranks_of
+from dlmi.target_queue import TargetQueue
+from dlmi.targets import fingerprint_targets
 
 
 class Inverter(LightningModule, ABC):
@@ -48,6 +54,13 @@ class Inverter(LightningModule, ABC):
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
         seed: With the target's id it fixes the noise.
+
+    Attributes:
+        ranks: The processes of the run.
+        queue: Targets that wait for a slot, of any rank.
+        finished: Rows of this rank; on rank 0, of all.
+        folder: Where the run's files go.
+        stop_requested: Set by anyone who wants the run to end after its step.
     """
 
     Z: nn.ParameterList
@@ -72,11 +85,14 @@ class Inverter(LightningModule, ABC):
         self.prompt_bos = prompt_bos
         self.seed = seed
         self.slots: list[Slot | None] = []
-        self.queue: deque[Target] = deque()
+        self.ranks = Ranks.alone()
+        self.queue = TargetQueue(self.ranks)
         self.finished: list[Inversion] = []
+        self.folder = Path()
         self.stop_requested = False
         self._finished_ids: set[str] = set()
-        self._restored: dict[str, Any] | None = None
+        self._saved = SavedSlots()
+        self.news = News()
         self._clock = 0.0
         self._environment: dict[str, Any] = {}
 
@@ -155,7 +171,12 @@ class Inverter(LightningModule, ABC):
     def check_own(self, row: Inversion) -> None:
         """Raise `InputError` unless a row could have come from this very run."""
         columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
-        check_row(row, type(self).__name__, self._settings(), **columns)
+        check_row(row, type(self).__name__, settings_of(self), **columns)
+
+    @property
+    def inversion_callbacks(self) -> list[InversionCallback]:
+        """Those that follow targets."""
+        return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
 
     def forget_moments(self, slot: Slot) -> None:
         """Let the optimiser start anew on a slot's tensors, as for a new target."""
@@ -168,49 +189,58 @@ class Inverter(LightningModule, ABC):
     def setup(self, stage: str) -> None:
         """Refuse what would couple the slots or break the budget; forget an earlier fit."""
         check_run(self.trainer, self.data, self)
+        self.ranks = ranks_of(self.trainer.strategy)
+        self.data.share_targets(self.ranks)
+        self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         self.slots, self.finished, self._finished_ids = [], [], set()
+        self._saved = SavedSlots()
         self._environment = {
             **describe_environment(self.lm),
             "target_set": fingerprint_targets(self.data.targets),
         }
         self._compile = CompileDecision(self.data.compile)
+        self.news = News()
         self.stop_requested = False
 
     def configure_model(self) -> None:
         """Make one set of parameters per slot; `initialise` fills them when a target arrives."""
         if self.slots:
             return
-        count = min(self.data.batch_size, len(self.data.targets))
+        share = -(-len(self.data.targets) // self.ranks.size)
+        count = min(self.data.batch_size, share)
         self.slots = [None] * count
         for name, shape in self.parameter_shapes().items():
             tensors = [torch.zeros(shape, dtype=self.compute_dtype) for _ in range(count)]
             setattr(self, name, nn.ParameterList(nn.Parameter(t) for t in tensors))
 
     def on_train_start(self) -> None:
-        """Fill the slots: from the checkpoint where there is one, then from the queue."""
-        by_id = {target.id: target for target in self.data.targets}
-        for callback in self._inversion_callbacks():
+        """Agree on what is left to do, targets in flight first, and fill the slots."""
+        for callback in self.inversion_callbacks:
             self.finished += callback.earlier_rows()
-        self._finished_ids = {row.target_id for row in self.finished}
-        if self._restored is not None:
-            self._finished_ids |= set(self._restored["finished_ids"])
-            for state in self._restored["slots"]:
-                if state["target_id"] not in self._finished_ids:
-                    self.slots[state["index"]] = Slot.from_state(state, by_id, self.device)
-            self._restored = None
-        taken = self._finished_ids | {slot.target.id for slot in self.active}
-        self.queue = deque(target for target in self.data.targets if target.id not in taken)
-        for index, slot in enumerate(self.slots):
-            if slot is None:
-                self._refill(index)
+        finished_ids = {row.target_id for row in self.finished} | self._saved.finished_ids
+        waiting = [target.id for target in self.data.targets if target.id not in finished_ids]
+        waiting.sort(key=lambda target_id: target_id not in self._saved)
+        waiting = self.ranks.broadcast(waiting)
+        by_id = {target.id: target for target in self.data.targets}
+        self._finished_ids = by_id.keys() - set(waiting)
+        self.queue = TargetQueue(self.ranks, [by_id[target_id] for target_id in waiting])
+        resumed = sum(target_id in self._saved for target_id in waiting)
+        if self._finished_ids or resumed:
+            for callback in self.inversion_callbacks:
+                callback.on_resume(self.trainer, self, len(self._finished_ids), resumed)
+        for index in range(len(self.slots)):
+            self._refill(index)
         self._clock = time.perf_counter()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
+        self.news.exchange(self)
         self._settle()
+        if not self.active:
+            self.news.exchange(self, until=lambda: self.ranks.others_have_left)
         if self.active and not self.stop_requested:
             self._charge_time()
-            for callback in self._inversion_callbacks():
+            for callback in self.inversion_callbacks:
                 callback.on_step_start(self.trainer, self, self.active)
             self._clock = time.perf_counter()
             slot = self.active[0]
@@ -235,30 +265,40 @@ class Inverter(LightningModule, ABC):
         self.log("train/loss", values.mean(), batch_size=1)
         return step.losses.sum()
 
+    def on_after_backward(self) -> None:
+        """A target whose loss or gradient is not finite ends here; the others do not notice."""
+        mark_failures(self)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The step is over."""
         self._compile.end_step()
+        self.news.count_steps(len(self.active))
 
     def on_train_end(self) -> None:
-        """Report what was cut short, by Ctrl-C or by the trainer's own limits."""
+        """Report what was cut short, by a signal or by the trainer's own limits; wait for all."""
         for slot in self.active:
             self._report(slot, "interrupted")
+        self.ranks.leave()
+        self.news.exchange(self, until=lambda: self.ranks.others_have_left, to_the_end=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the slots' future depends on."""
+        """Add what the slots' future depends on, by slot: Lightning has it by place."""
         checkpoint["inversion"] = {
-            "identity": self._identity(),
-            "slots": [slot.state() for slot in self.active],
+            "identity": run_identity(self),
+            "slots": pack_slots(self),
             "finished_ids": sorted(self._finished_ids),
         }
+        checkpoint["optimizer_states"] = []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take it back, once it is sure that the checkpoint belongs to this run."""
         saved = checkpoint.get("inversion")
         if saved is None:
             raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
-        check_checkpoint(saved["identity"], self._identity())
-        self._restored = saved
+        check_checkpoint(saved["identity"], run_identity(self))
+        path = Path(str(self.trainer.ckpt_path))
+        self._saved = SavedSlots.of_all_ranks({**checkpoint}, path)
+        checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
 
     # ---- the life of a slot
 
@@ -268,7 +308,7 @@ class Inverter(LightningModule, ABC):
             for slot in due:
                 slot.diagnostics = self.diagnostics(slot)
             self.judge.evaluate(due, self.prompt_ids(due))
-            for callback in self._inversion_callbacks():
+            for callback in self.inversion_callbacks:
                 callback.on_evaluation(self.trainer, self, due)
             self._charge_time()
             for slot in due:
@@ -292,8 +332,8 @@ class Inverter(LightningModule, ABC):
         """Steps of the batch until all budgets are spent, from how fast they are being spent."""
         slot = self.active[0]
         per_target = slot.step / max(self.budget.share_used(slot), 1e-9)
-        left = sum(per_target - s.step for s in self.active) + per_target * len(self.queue)
-        return left / len(self.slots)
+        left = sum(per_target - s.step for s in self.active)
+        return (left + per_target * len(self.queue) / self.ranks.size) / len(self.slots)
 
     def _report(self, slot: Slot, reason: str) -> None:
         assert slot.best is not None
@@ -306,39 +346,25 @@ class Inverter(LightningModule, ABC):
             relaxation=self.relaxation(slot),
             seed=self.seed,
             method=type(self).__name__,
-            settings=self._settings(),
+            settings=settings_of(self),
             environment=self._environment,
         )
         self.finished.append(row)
-        for callback in self._inversion_callbacks():
+        for callback in self.inversion_callbacks:
             callback.on_target_end(self.trainer, self, row)
+        self.ranks.post_row(row.to_json_line())
 
     def _refill(self, index: int) -> None:
         """Give the slot to the next target, or leave it empty."""
         self.slots[index] = None
-        if not self.queue:
+        target = self.queue.take()
+        if target is None:
             return
-        slot = Slot.open(index, self.queue.popleft(), self.seed, self.device)
+        if target.id in self._saved:
+            self.slots[index] = self._saved.restore(self, index, target)
+            return
+        slot = Slot.open(index, target, self.seed, self.device)
         with torch.no_grad():
             self.initialise(slot)
         self.forget_moments(slot)
         self.slots[index] = slot
-
-    def _inversion_callbacks(self) -> list[InversionCallback]:
-        return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
-
-    def _settings(self) -> dict[str, Any]:
-        """The arguments as a JSON file has them: tuples are lists."""
-        public = {name: value for name, value in self.hparams.items() if not name.startswith("_")}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in public.items()}
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be resumed."""
-        return {
-            "method": type(self).__name__,
-            **{f"model.{name}": value for name, value in self._settings().items()},
-            "data.lm fingerprint": self.lm.fingerprint(),
-            "data.dtype": str(self.lm.dtype).removeprefix("torch."),
-            "slots": len(self.slots),
-            "targets": fingerprint_targets(self.data.targets),
-        }

@@ -1,8 +1,10 @@
 """The result row: one self-contained JSON line per target."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, RunStopped
 from dlmi.evaluation import bos_prefix
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
@@ -50,7 +52,8 @@ class Inversion:
         discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
         best_step: Steps after which the best prompt was found.
         steps: Steps used.
-        stop_reason: `solved`, `budget` or `interrupted`.
+        stop_reason: `solved`, `budget`, `failed` or `interrupted`.
+        failure: Why it failed, where it did.
         seconds: Wall time that the target spent in its slot, beside its batch mates.
         forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
         backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
@@ -70,7 +73,8 @@ class Inversion:
         target_tokens: The same of `target_ids`.
         output_tokens: The same of `output_ids`.
         lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.prompt_forms`), at the last
-            step; `best_so_far` with `free_greedy` is `lcs`. Empty for an interrupted target.
+            step; `best_so_far` with `free_greedy` is `lcs`. Empty for a target that was interrupted
+            or failed.
         rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
             before them: what teacher forcing gets right with no prompt.
         diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
@@ -97,6 +101,7 @@ class Inversion:
     best_step: int
     steps: int
     stop_reason: str
+    failure: str | None
     seconds: float
     forward_tokens: int
     backward_tokens: int
@@ -119,8 +124,8 @@ class Inversion:
     diagnostics: dict[str, tuple[float, ...]]
 
     def to_json_line(self) -> str:
-        """One line of `results.jsonl`."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False) + "\n"
+        """One line of `results.jsonl`; numbers that are not finite are null there."""
+        return json.dumps(_finite(dataclasses.asdict(self)), ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Inversion":
@@ -132,9 +137,31 @@ class Inversion:
         for kind in ("target", "prompt", "output"):
             for unit in ("ids", "tokens"):
                 values[f"{kind}_{unit}"] = tuple(values[f"{kind}_{unit}"])
-        values["trace"] = tuple(TracePoint(**point) for point in values["trace"])
+        values["trace"] = tuple(_trace_point(point) for point in values["trace"])
+        values["discrete_loss"] = _number(values["discrete_loss"])
         values["diagnostics"] = {name: tuple(v) for name, v in values["diagnostics"].items()}
         return cls(**values)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _trace_point(values: dict[str, Any]) -> TracePoint:
+    point = TracePoint(**values)
+    means = {name: _number(mean) for name, mean in point.means.items()}
+    return dataclasses.replace(point, discrete_loss=_number(point.discrete_loss), means=means)
 
 
 def build_row(
@@ -169,7 +196,7 @@ def build_row(
     prompt_bos = bool(settings["prompt_bos"])
     matrix: LCSMatrix = {}
     rank_one_rate = None
-    if stop_reason != "interrupted":  # whoever presses Ctrl-C waits for this
+    if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
         best_ids = torch.tensor(best.prompt_ids, device=lm.device)
         matrix, rank_one_rate = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
     return Inversion(
@@ -194,6 +221,7 @@ def build_row(
         best_step=best.step,
         steps=slot.step,
         stop_reason=stop_reason,
+        failure=slot.failure,
         seconds=slot.seconds,
         forward_tokens=slot.forward_tokens,
         backward_tokens=slot.backward_tokens,
@@ -241,47 +269,84 @@ def describe_environment(lm: FrozenLM) -> dict[str, Any]:
     }
 
 
-def append_row(path: Path, row: Inversion) -> None:
-    """Add a row and wait until it is on the disk."""
-    append_line(path, row.to_json_line())
+def results_name(rank: int) -> str:
+    """Name of a rank's file; those of other ranks than 0 are merged when all are done."""
+    return f"results.rank{rank}.jsonl" if rank else RESULTS_FILE
+
+
+def results_files(folder: Path) -> list[Path]:
+    """All files of rows in a run's folder, rank 0 first."""
+    return [*folder.glob(RESULTS_FILE), *sorted(folder.glob("results.rank*.jsonl"))]
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line and wait until it is on the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    """Add a line and wait until it is on the disk; a line that does not fit leaves no trace.
+
+    Raises:
+        RunStopped: If it cannot be written.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise RunStopped(
+            f"{path} could not be written ({error.strerror}). What it held before is whole: make "
+            "room, then resume the run."
+        ) from error
 
 
 def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
     """Replace the file by these rows, in one step: a crash leaves the old or the new file."""
     scratch = path.with_suffix(".jsonl.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.writelines(row.to_json_line() for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-
-
-def count_finished(path: Path) -> int:
-    """How many whole rows of targets that are done with a results file holds, if it exists."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is cut off
-    except OSError:
-        return 0
-    return sum(b'"stop_reason": "interrupted"' not in line for line in lines)
+        with scratch.open("w", encoding="utf-8") as file:
+            file.writelines(row.to_json_line() for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise RunStopped(
+            f"{path} could not be rewritten ({error.strerror}). It is as it was: make room, then "
+            "resume the run."
+        ) from error
+
+
+def count_finished(folder: Path) -> int:
+    """How many whole rows of targets that are done with a run's folder holds."""
+    count = 0
+    for path in results_files(folder):
+        with contextlib.suppress(OSError):
+            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is cut off
+            count += sum(b'"stop_reason": "interrupted"' not in line for line in lines)
+    return count
+
+
+def best_of_each(rows: Iterable[Inversion]) -> list[Inversion]:
+    """One row per target: a finished one before an interrupted one, a later before an earlier."""
+    kept: dict[str, Inversion] = {}
+    for row in rows:
+        if row.stop_reason != "interrupted" or row.target_id not in kept:
+            kept[row.target_id] = row
+    return list(kept.values())
 
 
 def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
     """All rows of a results file.
 
     Args:
-        path: The file, or the run folder that holds it.
+        path: The file, or the run folder that holds it, or those of several ranks.
         tolerate_cut: Ignore a last line that was only half written when the run was killed.
     """
     if path.is_dir():
-        path = path / RESULTS_FILE
+        files = results_files(path) or [path / RESULTS_FILE]
+        return best_of_each(row for file in files for row in read_rows(file, tolerate_cut))
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

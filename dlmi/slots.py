@@ -79,6 +79,7 @@ class Slot:
         loss: Training loss of the latest step, ().
         output_ids: What the latest training pass decoded, (M,).
         is_promising: Set by a method that has just seen its discrete prompt succeed: evaluate now.
+        failure: Why it cannot go on, such as a loss that is not a number.
         diagnostics: The method's numbers per position, at the latest evaluation.
         memory: What else a method keeps per target between steps; plain values and tensors.
     """
@@ -97,6 +98,7 @@ class Slot:
     loss: Tensor | None = None
     output_ids: Tensor | None = None
     is_promising: bool = False
+    failure: str | None = None
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -122,7 +124,7 @@ class Slot:
         if self.last is not None and self.last.step == self.step:
             return False
         on_beat = self.step % eval_every == 0
-        return on_beat or self.is_promising or budget.share_used(self) >= 1
+        return on_beat or self.is_promising or self.stop_reason(budget) is not None
 
     def record(self, evaluation: Evaluation) -> None:
         """Keep an evaluation, and the best of them all."""
@@ -144,9 +146,11 @@ class Slot:
         )
 
     def stop_reason(self, budget: Budget) -> str | None:
-        """`solved`, `budget`, or None while it is to go on."""
+        """`solved`, `failed`, `budget`, or None while it is to go on."""
         if self.best is not None and self.best.output_ids == self.target.ids:
             return "solved"
+        if self.failure is not None:
+            return "failed"
         return "budget" if budget.share_used(self) >= 1 else None
 
     def state(self) -> dict[str, Any]:

@@ -29,6 +29,22 @@ class InversionCallback(Callback):
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
         """When a target is done with, before its slot is reused."""
 
+    def on_peer_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """On rank 0, when another rank is done with a target and has its row on disk."""
+
+    def on_resume(self, trainer: Trainer, module: "Inverter", kept: int, resumed: int) -> None:
+        """Before the first step of a run that goes on.
+
+        Args:
+            trainer: The trainer.
+            module: The run.
+            kept: Targets that are done with.
+            resumed: Targets that go on from a checkpoint; all others start anew.
+        """
+
+    def on_waiting(self, trainer: Trainer, module: "Inverter") -> None:
+        """A few times a second on rank 0, while it has nothing left to do but wait for others."""
+
     def earlier_rows(self) -> "list[Inversion]":
         """Rows that an earlier part of this run stored: their targets need no more work."""
         return []

@@ -1,4 +1,4 @@
-"""Checkpoints: on a beat, on Ctrl-C, and when the trainer's own limits end a run early."""
+"""Checkpoints: on a beat, on a signal, and when the trainer's own limits end a run early."""
 
 import signal
 from datetime import timedelta
@@ -10,28 +10,44 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
+from dlmi.checkpoints import LAST, WholeCheckpoints, checkpoint_name
+
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
+
+# Ctrl-C; what a scheduler sends before it kills; what SLURM sends before the time is up.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class RunCheckpoint(ModelCheckpoint):
     """Keep `checkpoints/last.ckpt` of the run up to date: Z, Phi, Adam, noise and queue; no LM.
 
-    Ctrl-C ends the step, saves and says how to resume; a second Ctrl-C stops at once.
+    Ctrl-C, SIGTERM and SIGUSR1 end the step, save and say how to resume; a second Ctrl-C stops at
+    once. Each rank has a file of its own.
 
     Args:
         every_minutes: Minutes between two checkpoints.
         every_n_steps: Steps between two checkpoints, in place of minutes.
+
+    Attributes:
+        signal: What asked this process to stop, if anything did.
     """
 
     def __init__(self, every_minutes: float = 5.0, every_n_steps: int | None = None) -> None:
         super().__init__(
-            filename="last",
+            filename=Path(LAST).stem,
             enable_version_counter=False,
             train_time_interval=None if every_n_steps else timedelta(minutes=every_minutes),
             every_n_train_steps=every_n_steps,
         )
-        self._previous_handler: Any = None
+        self.signal: signal.Signals | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write whole checkpoints only, each rank its own."""
+        super().setup(trainer, pl_module, stage)
+        trainer.strategy.checkpoint_io = WholeCheckpoints()
+        self.filename = Path(checkpoint_name(trainer.global_rank)).stem
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: there is one file, and a resumed run may choose another beat."""
@@ -41,37 +57,50 @@ class RunCheckpoint(ModelCheckpoint):
         """Nothing to take back."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen for Ctrl-C."""
+        """Listen for signals."""
         super().on_train_start(trainer, pl_module)
         module: Any = pl_module
 
         def request_stop(signum: int, frame: FrameType | None) -> None:
             module.stop_requested = True
-            signal.signal(signal.SIGINT, self._previous_handler)
-            Console(stderr=True).print("\nStopping after this step; Ctrl-C again stops at once.")
+            self.signal = signal.Signals(signum)
+            if signum == signal.SIGINT:
+                signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
+                if trainer.is_global_zero:
+                    screen = Console(stderr=True)
+                    screen.print("\nStopping after this step; Ctrl-C again stops at once.")
 
         try:
-            self._previous_handler = signal.signal(signal.SIGINT, request_stop)
-        except ValueError:  # not the main thread: whoever owns it handles Ctrl-C
-            self._previous_handler = None
+            for signum in _SIGNALS:
+                self._previous_handlers[signum] = signal.signal(signum, request_stop)
+        except ValueError:  # not the main thread: whoever owns it handles signals
+            self._previous_handlers = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
         """Save what is unfinished and say how to go on."""
         super().on_train_end(trainer, pl_module)
-        if not (pl_module.active or pl_module.queue):
+        if not (pl_module.active or len(pl_module.queue)):
             return
-        path = Path(self.dirpath or trainer.default_root_dir) / "last.ckpt"
-        trainer.save_checkpoint(path, weights_only=False)  # False: with optimiser and queue
-        config = path.parent.parent / "config.yaml"
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"Stopped with {len(pl_module.active)} targets in flight and {len(pl_module.queue)} "
-            f"waiting. Resume with:\n  python -m dlmi fit --config {config} --ckpt_path {path}",
-            markup=False,
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        # False: with optimiser and queue.
+        trainer.save_checkpoint(folder / checkpoint_name(trainer.global_rank), weights_only=False)
+        ranks = pl_module.ranks
+        if not trainer.is_global_zero and ranks.trouble is None:
+            return
+        who = f"rank {ranks.rank}: " if ranks.size > 1 else ""
+        why = f"{ranks.trouble}, so the run stops" if ranks.trouble else "stopped"
+        text = (
+            f"{who}{why}, with {len(pl_module.active)} targets in flight here, which are saved"
+            + (f", and {len(pl_module.queue)} waiting" if ranks.trouble is None else "")
+            + f". Resume with:\n  python -m dlmi fit --config {folder.parent / 'config.yaml'} "
+            f"--ckpt_path {folder / LAST}"
         )
+        screen = Console(stderr=True, soft_wrap=True, highlight=False)
+        screen.print(text[0].upper() + text[1:], markup=False)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give Ctrl-C back."""
+        """Give the signals back."""
         super().teardown(trainer, pl_module, stage)
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGINT, self._previous_handler)
-            self._previous_handler = None
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        self._previous_handlers = {}

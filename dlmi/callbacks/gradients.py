@@ -77,6 +77,11 @@ class GradientStudy(InversionCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse runs that have no Z to measure at, and prompts that cannot be enumerated."""
+        if trainer.world_size > 1:
+            raise InputError(
+                f"Expected a GradientStudy on one device, but the run has {trainer.world_size} "
+                "ranks. Set `trainer.devices` to 1, or leave the callback out."
+            )
         module: Any = pl_module
         self._run_estimator = estimator_of(module)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -89,11 +94,11 @@ class GradientStudy(InversionCallback):
             )
         self._environment = describe_environment(data.lm)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
         """Find the file; a resumed run goes on where its rows end."""
         if self.path is not None:
             return
-        self.path = Path(trainer.log_dir or trainer.default_root_dir) / FILE_NAME
+        self.path = pl_module.folder / FILE_NAME
         if trainer.ckpt_path is None and not self.continues:
             refuse_used_file(self.path)
         elif self.path.exists():

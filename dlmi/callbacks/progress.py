@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dlmi.results import Inversion
 
 
+_SHOWN = 16  # slots in flight that the line has room for
 _AS_IS: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
@@ -37,7 +38,7 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._started = 0.0
         self._last_line = 0.0
         self._steps = 0
-        self._shares = 0.0
+        self._left_at_start = 0.0
 
     def disable(self) -> None:
         """Lightning turns all ranks but the first off."""
@@ -57,14 +58,15 @@ class InversionProgress(InversionCallback, ProgressBar):
         self.console.print(
             f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, {dtype}, "
             f"{lm.device.type}): {len(pl_module.data.targets)} targets, N={pl_module.prompt_length}"
-            f", at most {pl_module.budget.steps} steps each, {len(pl_module.slots)} at a time",
+            f", at most {pl_module.budget.steps} steps each, {len(pl_module.slots)} at a time"
+            f"{_on_ranks(pl_module.ranks.size)}",
             **_AS_IS,
         )
-        if trainer.log_dir:
-            self.console.print(f"results and TensorBoard in {trainer.log_dir}", **_AS_IS)
+        if trainer.loggers:
+            self.console.print(f"results and TensorBoard in {pl_module.folder}", **_AS_IS)
         self._started = self._last_line = time.monotonic()
         self._steps = 0
-        self._shares = 0.0
+        self._left_at_start = float(len(pl_module.data.targets))
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self.console, transient=True)
@@ -75,18 +77,34 @@ class InversionProgress(InversionCallback, ProgressBar):
         self, trainer: Trainer, pl_module: "Inverter", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on by one step of each slot in flight."""
+        self._steps += len(pl_module.active)
+        self._show(pl_module)
+
+    def on_resume(self, trainer: Trainer, module: "Inverter", kept: int, resumed: int) -> None:
+        """Say what the run goes on with."""
+        if self._enabled:
+            anew = len(module.queue) - resumed
+            self.console.print(
+                f"goes on: {kept} targets are done, {resumed} go on where they stopped, "
+                f"{anew} start anew",
+                **_AS_IS,
+            )
+        self._left_at_start = self._left(module)
+
+    def on_waiting(self, trainer: Trainer, module: "Inverter") -> None:
+        """Show how the others get on."""
+        self._show(module)
+
+    def _show(self, module: "Inverter") -> None:
         if not self._enabled:
             return
-        self._steps += len(pl_module.active)
-        used = pl_module.budget.share_used
-        self._shares += sum(used(slot) / slot.step for slot in pl_module.active)
         now = time.monotonic()
         if self._bar is not None:
-            done = 1 - self._left(pl_module) / len(pl_module.data.targets)
-            self._bar.update(self._task, completed=done, description=self._line(pl_module))
+            done = 1 - self._left(module) / len(module.data.targets)
+            self._bar.update(self._task, completed=done, description=self._line(module))
         elif now - self._last_line >= self.log_seconds:
             self._last_line = now
-            print(self._line(pl_module), flush=True)
+            print(self._line(module), flush=True)
 
     def on_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
         """Two lines for each target that is done: how it ended, and its best prompt."""
@@ -96,7 +114,8 @@ class InversionProgress(InversionCallback, ProgressBar):
         line = Text.assemble(
             (f"{row.target_id:<14}", "bold"),
             (f"LCS {row.lcs:.2f} ", style),
-            f"{row.stop_reason} after {row.steps} steps, {row.seconds:.1f} s\n  ",
+            f"{row.stop_reason} after {row.steps} steps, {row.seconds:.1f} s",
+            f": {row.failure}\n  " if row.failure else "\n  ",
             (visible(row.prompt_text), "cyan"),
             " → ",
             marked_output(module.lm, row.target_ids, row.output_ids),
@@ -104,6 +123,10 @@ class InversionProgress(InversionCallback, ProgressBar):
         if not row.exact:
             line.append(f"  (target: {visible(row.target_text)})", "dim")
         self.console.print(line, soft_wrap=True)
+
+    def on_peer_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """The same for a target of another rank."""
+        self.on_target_end(trainer, module, row)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar; the table comes when all rows are in."""
@@ -119,21 +142,29 @@ class InversionProgress(InversionCallback, ProgressBar):
 
     @staticmethod
     def _left(module: "Inverter") -> float:
-        """Budgets still to be spent, if no target is solved early."""
-        return len(module.queue) + sum(1 - module.budget.share_used(s) for s in module.active)
+        """Budgets still to be spent by all ranks, if no target is solved early."""
+        own = sum(1 - module.budget.share_used(slot) for slot in module.active)
+        peers: list[float] = [peer["left"] for peer in module.news.from_peers]
+        return len(module.queue) + own + sum(peers)
 
     def _line(self, module: "Inverter") -> str:
         elapsed = max(time.monotonic() - self._started, 1e-9)
-        finished = len(module.data.targets) - len(module.queue) - len(module.active)
-        best = " ".join(f"{slot.best.lcs:.2f}" for slot in module.active if slot.best)
-        mean = (
-            f"{sum(row.lcs for row in module.finished) / len(module.finished):.2f}"
-            if module.finished
-            else "-"
-        )
-        left = clock(self._left(module) / self._shares * elapsed) if self._shares else "?"
+        peers = module.news.from_peers
+        in_flight = [slot.best.lcs for slot in module.active if slot.best]
+        in_flight += [lcs for peer in peers for lcs in peer["in_flight"]]
+        shown = " ".join(f"{lcs:.2f}" for lcs in in_flight[:_SHOWN])
+        more = f" and {len(in_flight) - _SHOWN} more" if len(in_flight) > _SHOWN else ""
+        rows = module.finished
+        mean = f"{sum(row.lcs for row in rows) / len(rows):.2f}" if rows else "-"
+        left = self._left(module)
+        spent = self._left_at_start - left
+        time_left = clock(left / spent * elapsed) if spent > 0 else "?"
+        steps = self._steps + sum(peer["steps"] for peer in peers)
         return (
-            f"{finished}/{len(module.data.targets)} targets · "
-            f"{self._steps / elapsed:.2f} steps/s · mean LCS {mean} · in flight {best} · "
-            f"at most {left} left"
+            f"{len(rows)}/{len(module.data.targets)} targets · {steps / elapsed:.2f} steps/s · "
+            f"mean LCS {mean} · in flight {shown}{more} · at most {time_left} left"
         )
+
+
+def _on_ranks(size: int) -> str:
+    return f" on each of {size} ranks" if size > 1 else ""

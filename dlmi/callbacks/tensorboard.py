@@ -22,7 +22,9 @@ class TensorBoardDetails(InversionCallback):
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
     run, except `best_lcs`, which counts all targets begun; those under `finished/` run over the
-    targets done so far; the axis of `cost/` is token passes per target, not steps.
+    targets done so far; the axis of `cost/` is token passes per target, not steps. With several
+    ranks those under `eval/` and `finished/` are over all of them; `train/`, texts and histograms
+    are rank 0's.
 
     Args:
         text_every: Evaluations between two texts.
@@ -51,16 +53,19 @@ class TensorBoardDetails(InversionCallback):
 
     def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: "list[Slot]") -> None:
         """Means over the slots just decoded, histograms of their temperatures, one text."""
+        module.news.scalars = _scalars(slots)
         board = _board(trainer)
         if board is None:
             return
-        step = trainer.global_step
-        for name, values in _scalars(slots).items():
+        step, peers = trainer.global_step, module.news.from_peers
+        for name, own in module.news.scalars.items():
+            values = own + [value for peer in peers for value in peer["scalars"].get(name, [])]
             if values:
                 board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
         # Over all targets begun: if those that are done did not count, success would lower it.
         best = [row.lcs for row in module.finished]
         best += [slot.best.lcs for slot in module.active if slot.best is not None]
+        best += [lcs for peer in peers for lcs in peer["in_flight"]]
         cost = sum(slot.token_passes for slot in slots) // len(slots)
         board.add_scalar("eval/best_lcs", sum(best) / len(best), step)
         board.add_scalar("cost/best_lcs", sum(best) / len(best), cost)
@@ -92,6 +97,10 @@ class TensorBoardDetails(InversionCallback):
                 board.add_scalar("finished/mean_prompt_perplexity", mean, count)
             board.add_scalar("finished/lcs", row.lcs, count)
             board.add_scalar("finished/steps", row.steps, count)
+
+    def on_peer_target_end(self, trainer: Trainer, module: "Inverter", row: "Inversion") -> None:
+        """The same for a target of another rank."""
+        self.on_target_end(trainer, module, row)
 
     def teardown(self, trainer: Trainer, pl_module: "Inverter", stage: str) -> None:  # type: ignore[override]
         """Hyperparameters with the final metrics."""

@@ -12,7 +12,7 @@ from typing import Any
 from dlmi.compare.grid import Cell, Grid, as_yaml
 from dlmi.errors import InputError
 from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
-from dlmi.results import RESULTS_FILE, count_finished
+from dlmi.results import count_finished
 
 _POLL_SECONDS = 0.2
 _LAST_BYTES = 4096
@@ -62,7 +62,7 @@ class CellRun:
     @property
     def finished_rows(self) -> int:
         """Targets that are done with."""
-        return count_finished(self.folder / RESULTS_FILE)
+        return count_finished(self.folder)
 
     @property
     def latest_line(self) -> str:
