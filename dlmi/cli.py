@@ -12,8 +12,9 @@ from typing import NoReturn
 from dlmi.bench import bench_command
 from dlmi.commands import targets_command, verify_command
 from dlmi.compare import compare_command
-from dlmi.errors import RunStopped, input_error_behind
+from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
 from dlmi.fit import fit_command
+from dlmi.full_disk import watch_threads
 from dlmi.gradients.command import gradients_command
 from dlmi.memory import keep_freed_memory
 from dlmi.report.command import report_command
@@ -54,11 +55,13 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(f"Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
     _quieten()
     keep_freed_memory()
+    watch_threads()
     try:
         sys.exit(COMMANDS[command](arguments[1:]))
     except ValueError as error:
         fail(str(input_error_behind(error)))
-    except RunStopped as stopped:
+    except (RunStopped, OSError) as error:
+        stopped = run_stopped_behind(error)
         print(f"dlmi: stopped: {' '.join(str(stopped).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,5 +1,7 @@
 """What a user is told in one line: mistakes that can be mended, and runs that had to stop."""
 
+import errno
+
 
 class InputError(ValueError):
     """A user's mistake, told in one line.
@@ -24,6 +26,26 @@ def input_error_behind(error: BaseException) -> InputError:
             return cause
         cause = cause.__cause__
     raise error
+
+
+def run_stopped_behind(error: BaseException) -> RunStopped:
+    """What stopped a run, behind errors that came of it; any other error is raised."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RunStopped):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    if not is_disk_full(error):
+        raise error
+    place = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    return RunStopped(
+        f"the disk is full{place}. What was written before is whole: make room, then resume."
+    )
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error says that a disk, or a user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_at_least_one(section: str, **values: int) -> None:

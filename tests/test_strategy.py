@@ -40,7 +40,9 @@ def test_every_target_goes_to_one_rank(make_ranks):
         while (target := queue.take()) is not None:
             mine.append(target)
 
-    threads = [threading.Thread(target=empty, args=pair) for pair in zip(queues, taken, strict=True)]
+    threads = [
+        threading.Thread(target=empty, args=pair) for pair in zip(queues, taken, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
