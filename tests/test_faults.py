@@ -6,12 +6,14 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from subprocess_runs import (
+    ROOT,
     RUN,
     SETTINGS,
     TARGETS,
@@ -285,3 +287,19 @@ def test_a_failed_target_is_not_tried_again(poisoned, data, fit, tmp_path):
 
 def test_the_lm_itself_is_fine(poisoned):
     assert load_lm(str(poisoned)).prompt_token_ids.tolist() == list(range(31))
+
+
+# All of it together, again and again
+
+
+def test_a_short_soak():
+    """Killed three times on two ranks; `scripts/soak.py` does it at length."""
+    script = [sys.executable, ROOT / "scripts" / "soak.py", "--targets", "24", "--slots", "2"]
+    options = ["--steps", "60", "--lives", "3", "--kill_within", "0.5"]
+    ended = subprocess.run([*script, *options], capture_output=True, text=True)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    report = json.loads(ended.stdout[ended.stdout.index("{") :])
+    shutil.rmtree(report["folder"])
+    assert report["rows"] == 24
+    assert report["deaths"] == 3
+    assert report["differing"] == []
