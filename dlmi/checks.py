@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch import Trainer
 
 from dlmi.data import TargetDataModule
@@ -20,6 +21,11 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
         data: With its LM and targets loaded.
         module: The method.
     """
+    if trainer.world_size > 1 and data.lm_device_map is not None:
+        raise InputError(
+            "Expected `trainer.devices` to be 1 with `data.lm_device_map`, but the run has "
+            f"{trainer.world_size} ranks: each would spread its LM over the same devices."
+        )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, TargetParallelStrategy):
         raise InputError(
             f"Expected `trainer.strategy` to be TargetParallelStrategy on {trainer.world_size} "
@@ -36,11 +42,8 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
             "Expected `trainer.accumulate_grad_batches` to be 1, but got "
             f"{trainer.accumulate_grad_batches}. Raise `model.num_samples` instead."
         )
-    if trainer.precision in ("16-true", "bf16-true"):
-        raise InputError(
-            f"Expected `trainer.precision` to keep Z in float32, but got {trainer.precision}: "
-            "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
-        )
+    check_precision(trainer.precision)
+    _check_mixed(trainer, data)
     module.check_lm(data.lm)
     prompt_length = module.prompt_length + module.prompt_bos
     longest = max(data.targets, key=lambda target: len(target.ids))
@@ -50,4 +53,32 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
             f"Expected `model.prompt_length` + target length to be at most {limit} (the positions "
             f"of {data.lm.name}), but got {prompt_length} + {len(longest.ids)} (target "
             f"{longest.id}). Shorten one of them."
+        )
+
+
+def check_precision(precision: str | int | None) -> None:
+    """Raise `InputError` unless a `trainer.precision` leaves Z in float32.
+
+    Args:
+        precision: As the user or as Lightning writes it.
+    """
+    if precision in ("16-true", "bf16-true"):
+        raise InputError(
+            f"Expected `trainer.precision` to keep Z in float32, but got {precision}: "
+            "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
+        )
+    if precision not in (None, 32, "32", "32-true", 16, "16", "16-mixed", "bf16", "bf16-mixed"):
+        raise InputError(
+            "Expected `trainer.precision` to be 32-true, bf16-mixed or 16-mixed, but got "
+            f"{precision}. The LM's own dtype is `data.dtype`; Z follows it to float64."
+        )
+
+
+def _check_mixed(trainer: Trainer, data: TargetDataModule) -> None:
+    """Autocast narrows float32: other LMs it would leave as they are, or round twice."""
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
+    if mixed is not None and data.lm.dtype not in (torch.float32, mixed):
+        raise InputError(
+            f"Expected `data.dtype` to be float32 with `trainer.precision` {trainer.precision}, "
+            f"but the LM is {data.lm.dtype_name}. Leave one of the two out."
         )

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import ArgumentParser
@@ -14,7 +14,8 @@ from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
 from dlmi.evaluation import evaluate_prompts
 from dlmi.lm import FrozenLM
-from dlmi.models import DType, load_lm
+from dlmi.models import load_lm
+from dlmi.placement import DeviceMap, DType, split_dtype_name
 from dlmi.results import Inversion, read_rows, text_lcs
 from dlmi.targets import Target, describe_target, write_targets
 
@@ -72,6 +73,9 @@ def verify_command(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", type=DType | None, default=None, help="Default: that of the rows."
     )
+    parser.add_argument(
+        "--lm_device_map", type=DeviceMap | None, default=None, help="As in `fit`'s `data`."
+    )
     parser.add_argument("--bos", type=str | int | None, default=None, help="As in `fit`.")
     config = parser.parse_args(arguments)
     rows = read_rows(config.results)
@@ -82,10 +86,17 @@ def verify_command(arguments: list[str]) -> int:
     exact_ids = exact_text = 0
     for row in track(rows, "decoding", console=Console(stderr=True), disable=not _is_terminal()):
         name: str = config.lm or row.model
-        dtype = cast(DType, config.dtype or row.dtype)
-        if (name, dtype) not in lms:
-            lms[name, dtype] = load_lm(name, dtype, default_device(), config.bos)
-        problems, from_ids, from_text = _verify_row(lms[name, dtype], row)
+        if (name, row.dtype) not in lms:
+            dtype, bits = split_dtype_name(row.dtype)
+            lms[name, row.dtype] = load_lm(
+                name,
+                config.dtype or dtype,
+                default_device(),
+                config.bos,
+                lm_device_map=config.lm_device_map,
+                quantization=bits,
+            )
+        problems, from_ids, from_text = _verify_row(lms[name, row.dtype], row)
         failures += [f"{row.target_id}: {problem}" for problem in problems]
         exact_ids += from_ids
         exact_text += from_text

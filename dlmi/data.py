@@ -12,7 +12,8 @@ from dlmi.compiled import CompileSetting
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass, RowsSetting
-from dlmi.models import PACKAGED, DType, load_lm
+from dlmi.models import PACKAGED, load_lm
+from dlmi.placement import DeviceMap, DType, Quantization
 from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
 
@@ -25,7 +26,14 @@ class TargetDataModule(LightningDataModule):
     Args:
         lm: The language model: `smollm2-135m-instruct` (packaged), a hub id, a folder, or a GGUF
             file.
-        dtype: The LM's dtype; `auto` is float32 on the CPU and the checkpoint's own elsewhere.
+        dtype: What the LM computes in and, unless quantised, is kept in; `auto` is float32 on the
+            CPU and the checkpoint's own elsewhere.
+        quantization: Keep the LM's linear layers in 8 bits (`int8`) or 4 (`int4`, NF4); needs the
+            package bitsandbytes. A checkpoint that is quantised already needs no setting.
+        lm_device_map: Spread one LM over several devices, driven by one process
+            (`--trainer.devices 1`): `auto` and `balanced` fill all devices alike, `sequential` one
+            after the other, `balanced_low_0` leaves room on the first; or a mapping from modules
+            to devices, `cpu` or `disk`.
         bos: Token (text or id) that stands before a text, in place of the tokenizer's own.
         trust_remote_code: Let a hub model run code that it brings along.
         batch_size: Slots: how many targets are inverted side by side.
@@ -48,6 +56,8 @@ class TargetDataModule(LightningDataModule):
         self,
         lm: str = PACKAGED,
         dtype: DType = "auto",
+        quantization: Quantization | None = None,
+        lm_device_map: DeviceMap | None = None,
         bos: str | int | None = None,
         trust_remote_code: bool = False,
         batch_size: int = 5,
@@ -76,6 +86,8 @@ class TargetDataModule(LightningDataModule):
         self.save_hyperparameters()
         self.lm_name = lm
         self.dtype: DType = dtype
+        self.quantization: Quantization | None = quantization
+        self.lm_device_map: DeviceMap | None = lm_device_map
         self.bos = bos
         self.trust_remote_code = trust_remote_code
         self.batch_size = batch_size
@@ -122,7 +134,15 @@ class TargetDataModule(LightningDataModule):
         """Load the LM and make the targets, once."""
         if self._lm is not None:
             return
-        lm = load_lm(self.lm_name, self.dtype, device, self.bos, self.trust_remote_code)
+        lm = load_lm(
+            self.lm_name,
+            self.dtype,
+            device,
+            self.bos,
+            self.trust_remote_code,
+            self.lm_device_map,
+            self.quantization,
+        )
         if self.targets_file is not None:
             targets = read_targets(lm, Path(self.targets_file))
         elif self.texts is not None:
@@ -146,6 +166,13 @@ class TargetDataModule(LightningDataModule):
             if target.id in seen:
                 raise InputError(f"Expected target ids to be unique, but {target.id!r} came twice.")
             seen.add(target.id)
+        if lm.is_spread:
+            if self.compile is True:
+                raise InputError(
+                    "Expected `data.compile` to be `auto` or `false` for an LM that is spread by "
+                    "`data.lm_device_map`, but got `true`: each layer is cut off by a hook."
+                )
+            self.compile = False
         lm.rows_per_pass = self.rows_per_pass
         self._lm, self._targets = lm, targets
 

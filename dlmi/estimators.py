@@ -86,8 +86,7 @@ class PromptSampler:
                 noise = gumbel_noise(seed + 1, shape, part.device, part.dtype, first)
                 noise = noise.view(self.rao_draws, self.num_samples, *part.shape)
                 rows = gumbel_rao(part, part_tau, part_chosen, noise)
-            with torch.autocast(part.device.type, enabled=False):
-                product: Tensor = rows @ matrix.to(rows.dtype)
+            product: Tensor = rows @ matrix.to(rows.dtype)
             return product
 
         parts = []

@@ -25,7 +25,7 @@ from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, Tenso
 from dlmi.callbacks.base import InversionCallback
 from dlmi.callbacks.results import refuse_used_folder
 from dlmi.checkpoints import LAST, before
-from dlmi.checks import check_run
+from dlmi.checks import check_precision, check_run
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError, input_error_behind
 from dlmi.inverter import Inverter
@@ -121,6 +121,10 @@ def _clearer(message: str) -> str:
     # A mistake inside `model` comes wrapped in a list of all that was tried, over several lines.
     _, *tried = re.split(r"^ *- ", message, flags=re.M)
     found = [text for text in tried if "NoneType" not in text]
+    if option := re.match(r'Parser key "((?:data|trainer)\.\w+)"', message):
+        kinds = " or ".join(re.sub(r"Expected an? |typing\.|<class|>", "", t) for t in found)
+        value = message.rpartition("Given value: ")[2]
+        return " ".join(f"Expected `{option[1]}` to be {kinds}, but got {value}.".split())
     return found[0] if found else message.removeprefix('Parser key "config": ')
 
 
@@ -162,6 +166,7 @@ class InversionCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Send a resumed run to the folder that its checkpoint lies in; choose the strategy."""
         config = self.config.fit
+        check_precision(config.trainer.precision)  # the trainer itself fails on some, in many lines
         config.weights_only = True  # a checkpoint is data: it never runs code
         if config.trainer.strategy == "auto" and _ranks_wanted(config.trainer) > 1:
             config.trainer.strategy = TargetParallelStrategy.__name__

@@ -11,9 +11,15 @@ if TYPE_CHECKING:
 
 
 def settings_of(module: "Inverter") -> dict[str, Any]:
-    """A method's arguments as a JSON file has them: tuples are lists."""
+    """A method's arguments as a JSON file has them: tuples are lists; and what it trained in.
+
+    `precision` is that of the training passes, None for the LM's own dtype, which all measurements
+    are in.
+    """
     public = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in public.items()}
+    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in public.items()}
+    precision = module.trainer.precision
+    return {**settings, "precision": None if precision == "32-true" else precision}
 
 
 def run_identity(module: "Inverter") -> dict[str, Any]:
@@ -22,7 +28,7 @@ def run_identity(module: "Inverter") -> dict[str, Any]:
         "method": type(module).__name__,
         **{f"model.{name}": value for name, value in settings_of(module).items()},
         "data.lm fingerprint": module.lm.fingerprint(),
-        "data.dtype": str(module.lm.dtype).removeprefix("torch."),
+        "data.dtype": module.lm.dtype_name,
         "targets": fingerprint_targets(module.data.targets),
     }
 

@@ -51,3 +51,23 @@ def check_invertible(lm: "FrozenLM") -> None:
             f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
             "models. Choose a decoder LM."
         )
+
+
+def find_bos_id(lm: "FrozenLM", bos: str | int | None) -> int:
+    """The token that stands before a text: the override, else BoS, else EoS."""
+    if isinstance(bos, str):
+        bos_id = lm.tokenizer.get_vocab().get(bos)
+        if bos_id is None:
+            raise InputError(
+                f"Expected `bos` to be a token of {lm.name}, but got {bos!r}. "
+                "Give the token's exact text or its id."
+            )
+        return int(bos_id)
+    for candidate in (bos, lm.tokenizer.bos_token_id, lm.eos_id):
+        if candidate is not None:
+            lm.check_ids([candidate], "`bos`")
+            return int(candidate)
+    raise InputError(
+        f"The tokenizer of {lm.name} has neither BoS nor EoS, so there is nothing to start "
+        "a target from. Name a token with `bos`, or give targets as `texts`."
+    )

@@ -34,6 +34,7 @@ from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.news import News
 from dlmi.passes import StepLosses
+from dlmi.precision import drop_gradient_scaler
 from dlmi.prompt_forms import Relaxation
 from dlmi.ranks import Ranks
 from dlmi.results import Inversion, build_row, describe_environment
@@ -200,6 +201,7 @@ class Inverter(LightningModule, ABC):
         }
         self._compile = CompileDecision(self.data.compile)
         self.news = News()
+        drop_gradient_scaler(self.trainer)
         self.stop_requested = False
 
     def configure_model(self) -> None:
@@ -256,7 +258,8 @@ class Inverter(LightningModule, ABC):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
         slots = self.active
-        step = self.losses(slots)
+        with self.lm.mixed_precision():
+            step = self.losses(slots)
         values = (step.losses if step.values is None else step.values).detach()
         for row, slot in enumerate(slots):
             slot.loss = values[row]

@@ -9,9 +9,9 @@ Axes in shape comments: R rows of a batch, N prompt tokens, M target tokens, V l
 d embedding width.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch.nn import functional as F
 
 from dlmi.compiled import CompiledPass
 from dlmi.errors import InputError
-from dlmi.interface import check_invertible, read_embedding_matrix
+from dlmi.interface import check_invertible, find_bos_id, read_embedding_matrix
 from dlmi.memory import RowsPerPass
 from dlmi.metrics import perplexity
+from dlmi.placement import dtype_name, fingerprint, is_spread, weight_devices
+from dlmi.precision import PassPrecision
 from dlmi.prefix import Prefix, make_cache, read_layers
 
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
@@ -43,6 +45,7 @@ class FrozenLM:
     Attributes:
         rows_per_pass: Cuts passes over many rows to what fits into memory.
         compiled: The pass that gradients go through, compiled where that pays.
+        precision: What its passes run in, where that is not its own dtype.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class FrozenLM:
         self._bos = bos
         self.rows_per_pass = RowsPerPass()
         self.compiled = CompiledPass(self._run)
+        self.precision = PassPrecision()
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
@@ -82,8 +86,23 @@ class FrozenLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The LM's own dtype."""
+        """What the LM computes in, whatever its weights are kept in."""
         return self.embedding_matrix.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """What rows say: `float32`, or `float16+int8` where weights are kept in 8 bits."""
+        return dtype_name(self.dtype, self.model.config)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its layers lie on several devices, or are brought in for each pass."""
+        return is_spread(self.model)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """All devices that hold its weights."""
+        return weight_devices(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -104,22 +123,7 @@ class FrozenLM:
     @property
     def bos_id(self) -> int:
         """The token that stands before a text: the override, else BoS, else EoS."""
-        if isinstance(self._bos, str):
-            bos_id = self.tokenizer.get_vocab().get(self._bos)
-            if bos_id is None:
-                raise InputError(
-                    f"Expected `bos` to be a token of {self.name}, but got {self._bos!r}. "
-                    "Give the token's exact text or its id."
-                )
-            return int(bos_id)
-        for candidate in (self._bos, self.tokenizer.bos_token_id, self.eos_id):
-            if candidate is not None:
-                self.check_ids([candidate], "`bos`")
-                return int(candidate)
-        raise InputError(
-            f"The tokenizer of {self.name} has neither BoS nor EoS, so there is nothing to start "
-            "a target from. Name a token with `bos`, or give targets as `texts`."
-        )
+        return find_bos_id(self, self._bos)
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""
@@ -156,8 +160,12 @@ class FrozenLM:
 
     @torch.no_grad()
     def read_prefix(self, ids: Tensor) -> Prefix:
-        """Tokens (L,) with their keys and values, computed now."""
-        _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True)
+        """Tokens (L,) with their keys and values, computed now, in the LM's own dtype.
+
+        They may be kept for measurements, which autocast must not touch.
+        """
+        with self.precision.set_to(None):
+            _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True)
         return Prefix(ids, read_layers(cache))
 
     def target_logits(
@@ -295,11 +303,11 @@ class FrozenLM:
 
     def fingerprint(self) -> str:
         """A short hash over the head of every weight: tells models apart, costs no time."""
-        digest = hashlib.sha256()
-        for name, weight in self.model.named_parameters():
-            head = weight.detach().flatten()[:256].float().cpu().numpy().tobytes()
-            digest.update(f"{name}{tuple(weight.shape)}".encode() + head)
-        return digest.hexdigest()[:16]
+        return fingerprint(self.model)
+
+    def mixed_precision(self) -> AbstractContextManager[None]:
+        """Within, the autocast that is on outside reaches the LM's passes and nothing else."""
+        return self.precision.only_in_passes(self.device.type)
 
     def _join(self, prompt_embeds: Tensor, target_ids: Tensor) -> Tensor:
         """Prompt and all of the target but its last token, (R, N+M-1, d)."""
@@ -321,9 +329,9 @@ class FrozenLM:
                 prefix_embeds = self.embed(prefix.ids).expand(rows, -1, -1)
                 inputs_embeds = torch.cat([prefix_embeds, inputs_embeds], dim=1)
         if cache is None and not use_cache and inputs_embeds.requires_grad:
-            return _widen(self.compiled(inputs_embeds, keep)), None
+            return self._bring_back(self.compiled(inputs_embeds, keep)), None
         output = self._call(inputs_embeds, keep, cache, use_cache or cache is not None)
-        return _widen(output.logits[:, -keep:]), getattr(output, "past_key_values", None)
+        return self._bring_back(output.logits[:, -keep:]), getattr(output, "past_key_values", None)
 
     def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]
@@ -332,10 +340,11 @@ class FrozenLM:
     def _call(self, inputs_embeds: Tensor, keep: int, cache: Any, use_cache: bool) -> Any:
         """The model; its head runs on the last `keep` positions only, where it allows that."""
         kwargs = {"logits_to_keep": keep} if self._keeps_logits else {}
-        return self.model(
-            inputs_embeds=inputs_embeds, past_key_values=cache, use_cache=use_cache, **kwargs
-        )
+        with self.precision.around_pass(self.device.type):
+            return self.model(
+                inputs_embeds=inputs_embeds, past_key_values=cache, use_cache=use_cache, **kwargs
+            )
 
-
-def _widen(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    def _bring_back(self, logits: Tensor) -> Tensor:
+        """Logits where prompts are made (the head may lie elsewhere), in float32 or better."""
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))

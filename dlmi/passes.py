@@ -122,7 +122,7 @@ class _RowLosses(torch.autograd.Function):
             len(embeds), target_length, dtype=torch.int64, device=embeds.device
         )
         gradients = torch.empty_like(embeds) if wants_gradient else None
-        scale = _HALF_SCALE if _is_half(lm) else 1.0
+        scale = _HALF_SCALE if torch.float16 in (lm.dtype, lm.precision.dtype) else 1.0
 
         def work(rows: slice) -> None:
             with torch.set_grad_enabled(wants_gradient):
@@ -130,8 +130,7 @@ class _RowLosses(torch.autograd.Function):
                 row_losses, output_ids[rows] = score(part, rows)
                 losses[rows] = row_losses.detach()
                 if gradients is not None:
-                    with torch.autocast(embeds.device.type, enabled=False):
-                        [gradient] = torch.autograd.grad(row_losses.sum() * scale, part)
+                    [gradient] = torch.autograd.grad(row_losses.sum() * scale, part)
                     gradients[rows] = gradient / scale
 
         lm.rows_per_pass.run(lm, len(embeds), tokens, target_length, work, wants_gradient)
@@ -142,9 +141,3 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.gradients * by_loss[:, None, None], None, None, None, None
-
-
-def _is_half(lm: FrozenLM) -> bool:
-    kind = lm.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return torch.float16 in (autocast, lm.dtype)

@@ -263,7 +263,7 @@ def describe_environment(lm: FrozenLM) -> dict[str, Any]:
         "model": lm.name,
         "revision": lm.revision,
         "fingerprint": lm.fingerprint(),
-        "dtype": str(lm.dtype).removeprefix("torch."),
+        "dtype": lm.dtype_name,
         "device": lm.device.type,
         "versions": {"dlmi": __version__, "python": platform.python_version(), **versions},
     }

@@ -261,6 +261,35 @@ def bad_inputs():
         "clip": ([*model, "--trainer.gradient_clip_val", "1"], ["gradient_clip_val"]),
         "accumulate": ([*model, "--trainer.accumulate_grad_batches", "2"], ["accumulate"]),
         "half_z": ([*model, "--trainer.precision", "bf16-true"], ["precision", "data.dtype"]),
+        "double_z": ([*model, "--trainer.precision", "64-true"], ["precision", "data.dtype"]),
+        "engine": (
+            [*model, "--trainer.precision", "transformer-engine"],
+            ["trainer.precision", "bf16-mixed", "transformer-engine"],
+        ),
+        "odd_precision": (
+            [*model, "--trainer.precision", "8-odd"],
+            ["`trainer.precision`", "bf16-mixed", "got 8-odd"],
+        ),
+        "mixed_double": (
+            [*model, "--trainer.precision", "bf16-mixed", "--data.dtype", "float64"],
+            ["data.dtype", "bf16-mixed", "float64"],
+        ),
+        "no_such_map": (
+            [*model, "--data.lm_device_map", "nonsense"],
+            ["`data.lm_device_map`", "'sequential'", "got nonsense"],
+        ),
+        "no_such_device": (
+            [*model, "--data.lm_device_map", '{"": "cuda:99"}'],
+            ["data.lm_device_map", "'cuda:99'"],
+        ),
+        "no_such_bits": (
+            [*model, "--data.quantization", "int3"],
+            ["`data.quantization`", "'int8'", "got int3"],
+        ),
+        "mapped_ranks": (
+            [*model, "--trainer.devices", "2", "--data.lm_device_map", "auto"],
+            ["trainer.devices", "data.lm_device_map", "2 ranks"],
+        ),
         "ranks": ([*model, "--trainer.devices", "2"], ["devices", "2"]),
     }
 

@@ -99,14 +99,14 @@ def test_rows_per_pass_changes_no_result(method, data, fit):
 
 
 def test_a_row_takes_what_its_graph_holds(tiny):
-    short, long = (graph_bytes(tiny, tokens) for tokens in (10, 20))
+    short, long = (graph_bytes(tiny, tokens)[CPU] for tokens in (10, 20))
     assert 1.7 < long / short < 2.5
     activations = 20 * 16 * 8 * 2  # tokens x width x float64 x layers, once each
     assert 5 * activations < long < 100 * activations
 
 
 def test_auto_fits_the_free_memory(tiny, monkeypatch):
-    per_row = graph_bytes(tiny, 8) + 4 * 4 * 4 * 32  # and its logits: 4 of 32 numbers
+    per_row = graph_bytes(tiny, 8)[CPU] + 4 * 4 * 4 * 32  # and its logits: 4 of 32 numbers
     monkeypatch.setattr("dlmi.memory.free_memory", lambda device: 10 * per_row)
     limits = RowsPerPass()
     cuts = []

@@ -19,7 +19,8 @@ from dlmi.bench.textbook import TextbookProcess
 from dlmi.bench.timing import matmul_flops
 from dlmi.commands import CommandParser, check_new_file, default_device
 from dlmi.errors import InputError
-from dlmi.models import PACKAGED, DType, load_lm
+from dlmi.models import PACKAGED, load_lm
+from dlmi.placement import DType
 from dlmi.results import describe_environment
 
 Part = Literal["steps", "refill", "scaling"]

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from dlmi.bench.timing import peak_of, seconds_of
 from dlmi.lm import FrozenLM
-from dlmi.models import DType, load_lm
+from dlmi.models import load_lm
+from dlmi.placement import DType
 from dlmi.relaxation import temperature_law
 
 

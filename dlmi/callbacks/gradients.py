@@ -110,7 +110,8 @@ class GradientStudy(InversionCallback):
             with_truth = slot.step % self.bias_every == 0
             if with_truth or slot.step % self.variance_every == 0:
                 # As in a training step, but never compiled: a run's choice of shape is its own.
-                with module.lm.compiled.paused(), trainer.precision_plugin.train_step_context():
+                autocast = trainer.precision_plugin.train_step_context()
+                with module.lm.compiled.paused(), autocast, module.lm.mixed_precision():
                     self._measure(module, slot, with_truth)
 
     def _measure(self, module: Any, slot: Slot, with_truth: bool) -> None:

@@ -53,13 +53,12 @@ class InversionProgress(InversionCallback, ProgressBar):
         if not self._enabled:
             return
         lm = pl_module.lm
-        parameters = sum(p.numel() for p in lm.model.parameters()) / 1e6
-        dtype = str(lm.dtype).removeprefix("torch.")
+        parameters = lm.model.num_parameters() / 1e6
         self.console.print(
-            f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, {dtype}, "
-            f"{lm.device.type}): {len(pl_module.data.targets)} targets, N={pl_module.prompt_length}"
-            f", at most {pl_module.budget.steps} steps each, {len(pl_module.slots)} at a time"
-            f"{_on_ranks(pl_module.ranks.size)}",
+            f"{type(pl_module).__name__} on {lm.name} ({parameters:.1f}M parameters, "
+            f"{lm.dtype_name}, {lm.device.type}): {len(pl_module.data.targets)} targets, "
+            f"N={pl_module.prompt_length}, at most {pl_module.budget.steps} steps each, "
+            f"{len(pl_module.slots)} at a time{_on_ranks(pl_module.ranks.size)}",
             **_AS_IS,
         )
         if trainer.loggers:

@@ -153,8 +153,7 @@ class ADC(Inverter):
         rows = [self.Z[slot.index] for slot in slots]  # (R, N, V) each
         self._score_discrete(slots, torch.stack([r.detach().argmax(-1) for r in rows]))
         matrix = self.lm.prompt_embedding_matrix.to(self.compute_dtype)
-        with torch.autocast(matrix.device.type, enabled=False):
-            embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
+        embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
         scaled = (
             contextlib.nullcontext()
             if self.norm_gradient_scale == 1
