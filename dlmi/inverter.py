@@ -34,8 +34,11 @@ from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
 from dlmi.results import Inversion, build_row, describe_environment
+from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target, fingerprint_targets
+from dlmi.token_sets import AllowedTokens, check_allowed_tokens
+from dlmi.vocabulary import ForbiddenTokens, Vocabulary
 
 
 class Inverter(LightningModule, ABC):
@@ -47,6 +50,9 @@ class Inverter(LightningModule, ABC):
         token_budget: Budget in token passes: tokens sent forward or backward through the LM.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the noise.
     """
 
@@ -59,17 +65,22 @@ class Inverter(LightningModule, ABC):
         token_budget: int | None,
         eval_every: int,
         prompt_bos: bool,
+        allowed_tokens: AllowedTokens,
+        forbid_target_tokens: ForbiddenTokens,
         seed: int,
     ) -> None:
         super().__init__()
         check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
         if token_budget is not None:
             check_at_least_one("model", token_budget=token_budget)
+        check_allowed_tokens(allowed_tokens)
         self.save_hyperparameters()
         self.prompt_length = prompt_length
         self.budget = Budget(steps, token_budget)
         self.eval_every = eval_every
         self.prompt_bos = prompt_bos
+        self.allowed_tokens: AllowedTokens = allowed_tokens
+        self.forbid_target_tokens: ForbiddenTokens = forbid_target_tokens
         self.seed = seed
         self.slots: list[Slot | None] = []
         self.queue: deque[Target] = deque()
@@ -79,6 +90,7 @@ class Inverter(LightningModule, ABC):
         self._restored: dict[str, Any] | None = None
         self._clock = 0.0
         self._environment: dict[str, Any] = {}
+        self._vocabulary: Vocabulary | None = None
 
     # ---- what a method fills in
 
@@ -114,6 +126,10 @@ class Inverter(LightningModule, ABC):
         """The distributions over tokens that a slot stands for, where the method has them."""
         return None
 
+    def token_sets(self) -> list[AllowedTokens]:
+        """Sets that a prompt's tokens must be in: what `allowed_tokens` says, and the method."""
+        return [self.allowed_tokens]
+
     def check_lm(self, lm: FrozenLM) -> None:
         """Raise `InputError` where the method's settings do not fit the LM."""
 
@@ -133,9 +149,16 @@ class Inverter(LightningModule, ABC):
         return self.data.lm
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that the run's prompts may hold, by column of Z."""
+        if self._vocabulary is None or self._vocabulary.lm is not self.lm:
+            self._vocabulary = Vocabulary(self.lm, self.token_sets(), self.forbid_target_tokens)
+        return self._vocabulary
+
+    @property
     def judge(self) -> Judge:
         """What the discrete prompts are measured by."""
-        return Judge(self.lm, self.prompt_bos)
+        return Judge(self.lm, self.prompt_bos, self.vocabulary.must_round_trip)
 
     @property
     def active(self) -> list[Slot]:
@@ -148,9 +171,21 @@ class Inverter(LightningModule, ABC):
         return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
 
     def argmax_prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The ids of the largest logits, (B, N)."""
-        columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
-        return self.lm.prompt_token_ids.to(columns.device)[columns]
+        """The ids of the largest logits, mended where they must be, (B, N)."""
+        columns = [self.Z[slot.index].detach().argmax(-1) for slot in slots]
+        rows = zip(slots, columns, strict=True)
+        return torch.cat([self.mended(slot, self.vocabulary.ids(c)[None]) for slot, c in rows])
+
+    def mended(self, slot: Slot, prompt_ids: Tensor) -> Tensor:
+        """Prompts of a slot, (R, N), that survive decoding and encoding where they must."""
+        if not self.vocabulary.must_round_trip:
+            return prompt_ids
+
+        def preferences() -> Tensor | None:
+            relaxation = self.relaxation(slot)
+            return None if relaxation is None else relaxation.logits.detach()
+
+        return mend_prompts(self.vocabulary, slot, prompt_ids, preferences)
 
     def check_own(self, row: Inversion) -> None:
         """Raise `InputError` unless a row could have come from this very run."""
@@ -168,6 +203,7 @@ class Inverter(LightningModule, ABC):
     def setup(self, stage: str) -> None:
         """Refuse what would couple the slots or break the budget; forget an earlier fit."""
         check_run(self.trainer, self.data, self)
+        self.vocabulary.check_targets(self.data.targets)
         self.slots, self.finished, self._finished_ids = [], [], set()
         self._environment = {
             **describe_environment(self.lm),
@@ -299,7 +335,7 @@ class Inverter(LightningModule, ABC):
         assert slot.best is not None
         [last_ids] = self.prompt_ids([slot])
         row = build_row(
-            self.lm,
+            self.vocabulary,
             replace(slot, best=self.judge.decode_alone(slot, slot.best)),
             reason,
             last_ids=last_ids,
@@ -337,6 +373,7 @@ class Inverter(LightningModule, ABC):
         return {
             "method": type(self).__name__,
             **{f"model.{name}": value for name, value in self._settings().items()},
+            "model.allowed_tokens as ids": self.vocabulary.fingerprint(),
             "data.lm fingerprint": self.lm.fingerprint(),
             "data.dtype": str(self.lm.dtype).removeprefix("torch."),
             "slots": len(self.slots),

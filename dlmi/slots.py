@@ -145,7 +145,8 @@ class Slot:
 
     def stop_reason(self, budget: Budget) -> str | None:
         """`solved`, `budget`, or None while it is to go on."""
-        if self.best is not None and self.best.output_ids == self.target.ids:
+        best = self.best
+        if best is not None and best.is_eligible and best.output_ids == self.target.ids:
             return "solved"
         return "budget" if budget.share_used(self) >= 1 else None
 

@@ -17,6 +17,7 @@ from dlmi.bench.timing import peak_of, seconds_of
 from dlmi.lm import FrozenLM
 from dlmi.models import DType, load_lm
 from dlmi.relaxation import temperature_law
+from dlmi.vocabulary import Vocabulary
 
 
 class Textbook:
@@ -37,7 +38,7 @@ class Textbook:
         self.target_ids = target_ids.expand(samples, -1)
         self.samples = samples
         self.tau0 = tau0
-        self.matrix = lm.prompt_embedding_matrix.float()
+        self.matrix = Vocabulary(lm).matrix.float()
         self.logits = nn.Parameter(torch.randn(length, len(self.matrix), device=lm.device))
         self.phi = nn.Parameter(torch.randn(length, device=lm.device))
         self.optimizer = torch.optim.Adam([self.logits, self.phi], lr=0.1)
