@@ -17,6 +17,7 @@ from dlmi.lm import FrozenLM
 from dlmi.models import DType, load_lm
 from dlmi.results import Inversion, read_rows, text_lcs
 from dlmi.targets import Target, describe_target, write_targets
+from dlmi.transfer import add_transfer_arguments, report_transfer
 
 
 class CommandParser(ArgumentParser):
@@ -58,34 +59,39 @@ def targets_command(arguments: list[str]) -> int:
 
 
 def verify_command(arguments: list[str]) -> int:
-    """`python -m dlmi verify RESULTS`: exit code 1 where a recorded value does not hold."""
+    """`python -m dlmi verify RESULTS`: exit code 1 where a recorded value does not hold.
+
+    With `--lm` or `--dtype` it asks instead how the prompts do elsewhere, which nothing promises.
+    """
     parser = CommandParser(
         prog="python -m dlmi verify",
         usage="python -m dlmi verify RESULTS [options]",
         description=(
             "Load the LM and decode every prompt of a results.jsonl again, one at a time, from "
-            "its ids and from its text."
+            "its ids and from its text. With --lm or --dtype: do the prompts work there, too?"
         ),
     )
     parser.add_argument("results", type=Path, help="A results.jsonl, or the run folder with it.")
-    parser.add_argument("--lm", type=str | None, default=None, help="Default: that of the rows.")
-    parser.add_argument(
-        "--dtype", type=DType | None, default=None, help="Default: that of the rows."
-    )
     parser.add_argument("--bos", type=str | int | None, default=None, help="As in `fit`.")
+    add_transfer_arguments(parser)
     config = parser.parse_args(arguments)
     rows = read_rows(config.results)
     if not rows:
         raise InputError(f"Expected RESULTS to hold result rows, but {config.results} is empty.")
+    if config.lm or config.dtype:
+        if config.out is not None:
+            check_new_file(config.out)
+        return report_transfer(rows, config, default_device())
+    if config.out is not None or config.as_text:
+        raise InputError("Expected `--lm` or `--dtype` with `--out` or `--as_text`, but got none.")
     lms: dict[tuple[str, str], FrozenLM] = {}
     failures: list[str] = []
     exact_ids = exact_text = 0
     for row in track(rows, "decoding", console=Console(stderr=True), disable=not _is_terminal()):
-        name: str = config.lm or row.model
-        dtype = cast(DType, config.dtype or row.dtype)
-        if (name, dtype) not in lms:
-            lms[name, dtype] = load_lm(name, dtype, default_device(), config.bos)
-        problems, from_ids, from_text = _verify_row(lms[name, dtype], row)
+        key = row.model, cast(DType, row.dtype)
+        if key not in lms:
+            lms[key] = load_lm(*key, default_device(), config.bos)
+        problems, from_ids, from_text = _verify_row(lms[key], row)
         failures += [f"{row.target_id}: {problem}" for problem in problems]
         exact_ids += from_ids
         exact_text += from_text
