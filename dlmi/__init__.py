@@ -9,6 +9,7 @@ from dlmi.models import load_lm
 from dlmi.results import Inversion, read_rows
 from dlmi.targets import Target
 from dlmi.version import __version__
+from dlmi.vocabulary import Vocabulary
 
 __all__ = [
     "DLMI",
@@ -18,6 +19,7 @@ __all__ = [
     "Inverter",
     "Target",
     "TargetDataModule",
+    "Vocabulary",
     "__version__",
     "load_lm",
     "read_rows",

@@ -15,9 +15,10 @@ from dlmi.errors import InputError
 from dlmi.evaluation import evaluate_prompts
 from dlmi.lm import FrozenLM
 from dlmi.models import load_lm
-from dlmi.placement import DeviceMap, DType, split_dtype_name
+from dlmi.placement import DeviceMap, split_dtype_name
 from dlmi.results import Inversion, read_rows, text_lcs
 from dlmi.targets import Target, describe_target, write_targets
+from dlmi.transfer import add_transfer_arguments, report_transfer
 
 
 class CommandParser(ArgumentParser):
@@ -59,44 +60,50 @@ def targets_command(arguments: list[str]) -> int:
 
 
 def verify_command(arguments: list[str]) -> int:
-    """`python -m dlmi verify RESULTS`: exit code 1 where a recorded value does not hold."""
+    """`python -m dlmi verify RESULTS`: exit code 1 where a recorded value does not hold.
+
+    With `--lm` or `--dtype` it asks instead how the prompts do elsewhere, which nothing promises.
+    """
     parser = CommandParser(
         prog="python -m dlmi verify",
         usage="python -m dlmi verify RESULTS [options]",
         description=(
             "Load the LM and decode every prompt of a results.jsonl again, one at a time, from "
-            "its ids and from its text."
+            "its ids and from its text. With --lm or --dtype: do the prompts work there, too?"
         ),
     )
     parser.add_argument("results", type=Path, help="A results.jsonl, or the run folder with it.")
-    parser.add_argument("--lm", type=str | None, default=None, help="Default: that of the rows.")
-    parser.add_argument(
-        "--dtype", type=DType | None, default=None, help="Default: that of the rows."
-    )
     parser.add_argument(
         "--lm_device_map", type=DeviceMap | None, default=None, help="As in `fit`'s `data`."
     )
     parser.add_argument("--bos", type=str | int | None, default=None, help="As in `fit`.")
+    add_transfer_arguments(parser)
     config = parser.parse_args(arguments)
     rows = read_rows(config.results)
     if not rows:
         raise InputError(f"Expected RESULTS to hold result rows, but {config.results} is empty.")
+    if config.lm or config.dtype:
+        if config.out is not None:
+            check_new_file(config.out)
+        return report_transfer(rows, config, default_device())
+    if config.out is not None or config.as_text:
+        raise InputError("Expected `--lm` or `--dtype` with `--out` or `--as_text`, but got none.")
     lms: dict[tuple[str, str], FrozenLM] = {}
     failures: list[str] = []
     exact_ids = exact_text = 0
     for row in track(rows, "decoding", console=Console(stderr=True), disable=not _is_terminal()):
-        name: str = config.lm or row.model
-        if (name, row.dtype) not in lms:
+        key = row.model, row.dtype
+        if key not in lms:
             dtype, bits = split_dtype_name(row.dtype)
-            lms[name, row.dtype] = load_lm(
-                name,
-                config.dtype or dtype,
+            lms[key] = load_lm(
+                row.model,
+                dtype,
                 default_device(),
                 config.bos,
                 lm_device_map=config.lm_device_map,
                 quantization=bits,
             )
-        problems, from_ids, from_text = _verify_row(lms[name, row.dtype], row)
+        problems, from_ids, from_text = _verify_row(lms[key], row)
         failures += [f"{row.target_id}: {problem}" for problem in problems]
         exact_ids += from_ids
         exact_text += from_text

@@ -34,6 +34,9 @@ from dlmi.soft_embedding import sample_columns, soft_embedding
 EstimatorName = Literal["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"]
 
 _HELD_ENTRIES = 2**22  # of rows that are held at once: 16 MiB in float32
+# A barred token's logit where -inf times its weight of 0 would be nan: low enough to have no weight
+# at tau = 200, and finite when it is divided by the square of the smallest tau.
+_BARRED = -1e15
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,12 @@ def gumbel_rao(logits: Tensor, tau: Tensor, chosen: Tensor, noise: Tensor) -> Te
     """One-hot of a draw, with the gradient averaged over the noise that could have led to it.
 
     Args:
-        logits: (N, V).
+        logits: (N, V); -inf bars a token.
         tau: (N,).
         chosen: The draw D, (S, N).
         noise: Gumbel(0, 1), (K, S, N, V).
     """
+    logits = logits.clamp_min(_BARRED)
     with torch.no_grad():
         perturbed = _conditional_perturbation(logits, chosen, noise)
         shift = perturbed - logits  # constant: the conditional draw itself is not differentiated
@@ -138,7 +142,7 @@ def reinmax(logits: Tensor, tau: Tensor, chosen: Tensor) -> Tensor:
     """One-hot of a draw, with a gradient that is exact to second order (tau >= 1, not learned).
 
     Args:
-        logits: (N, V).
+        logits: (N, V); -inf bars a token.
         tau: (N,); 1 is the textbook's.
         chosen: The draw D, (S, N).
     """
@@ -148,6 +152,7 @@ def reinmax(logits: Tensor, tau: Tensor, chosen: Tensor) -> Tensor:
         middle = (torch.softmax(logits / tau[..., None], dim=-1) + one_hot) / 2
         # Zero probabilities stay zero: their logarithm is as small as the dtype has it.
         shift = middle.clamp_min(torch.finfo(middle.dtype).tiny).log() - logits
+        shift.masked_fill_(logits.isneginf(), 0)
     midway = torch.softmax(logits + shift, dim=-1)  # its value is `middle`, its Jacobian J(middle)
     return with_forward(2 * midway - plain / 2, one_hot)
 

@@ -31,6 +31,7 @@ class Evaluation:
         loss: Training loss of the last step before, on the relaxed prompt; None at step 0.
         as_in_code_lcs: LCS of the relaxed prompt under the training decode (what the authors'
             public code logs); None at step 0.
+        is_eligible: Whether it may be the best; if none may, the best of the others is.
     """
 
     step: int
@@ -40,11 +41,12 @@ class Evaluation:
     discrete_loss: float
     loss: float | None = None
     as_in_code_lcs: float | None = None
+    is_eligible: bool = True
 
     @property
-    def score(self) -> tuple[float, float]:
-        """What makes a prompt the best: honest LCS first, then low cross-entropy."""
-        return self.lcs, -self.discrete_loss
+    def score(self) -> tuple[bool, float, float]:
+        """What makes a prompt the best: that it may be, honest LCS, then low cross-entropy."""
+        return self.is_eligible, self.lcs, -self.discrete_loss
 
 
 def pad_targets(targets: Sequence[Target], device: torch.device) -> tuple[Tensor, Tensor]:

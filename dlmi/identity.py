@@ -27,6 +27,7 @@ def run_identity(module: "Inverter") -> dict[str, Any]:
     return {
         "method": type(module).__name__,
         **{f"model.{name}": value for name, value in settings_of(module).items()},
+        "model.allowed_tokens as ids": module.vocabulary.fingerprint(),
         "data.lm fingerprint": module.lm.fingerprint(),
         "data.dtype": module.lm.dtype_name,
         "targets": fingerprint_targets(module.data.targets),

@@ -38,11 +38,14 @@ from dlmi.precision import drop_gradient_scaler
 from dlmi.prompt_forms import Relaxation
 from dlmi.ranks import Ranks
 from dlmi.results import Inversion, build_row, describe_environment
+from dlmi.round_trip import mend_prompts
 from dlmi.saved_slots import SavedSlots, pack_slots
 from dlmi.slots import Budget, Slot
 from dlmi.strategy import ranks_of
 from dlmi.target_queue import TargetQueue
 from dlmi.targets import fingerprint_targets
+from dlmi.token_sets import AllowedTokens, check_allowed_tokens
+from dlmi.vocabulary import ForbiddenTokens, Vocabulary
 
 
 class Inverter(LightningModule, ABC):
@@ -54,6 +57,9 @@ class Inverter(LightningModule, ABC):
         token_budget: Budget in token passes: tokens sent forward or backward through the LM.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the noise.
 
     Attributes:
@@ -73,17 +79,22 @@ class Inverter(LightningModule, ABC):
         token_budget: int | None,
         eval_every: int,
         prompt_bos: bool,
+        allowed_tokens: AllowedTokens,
+        forbid_target_tokens: ForbiddenTokens,
         seed: int,
     ) -> None:
         super().__init__()
         check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
         if token_budget is not None:
             check_at_least_one("model", token_budget=token_budget)
+        check_allowed_tokens(allowed_tokens)
         self.save_hyperparameters()
         self.prompt_length = prompt_length
         self.budget = Budget(steps, token_budget)
         self.eval_every = eval_every
         self.prompt_bos = prompt_bos
+        self.allowed_tokens: AllowedTokens = allowed_tokens
+        self.forbid_target_tokens: ForbiddenTokens = forbid_target_tokens
         self.seed = seed
         self.slots: list[Slot | None] = []
         self.ranks = Ranks.alone()
@@ -96,6 +107,7 @@ class Inverter(LightningModule, ABC):
         self.news = News()
         self._clock = 0.0
         self._environment: dict[str, Any] = {}
+        self._vocabulary: Vocabulary | None = None
 
     # ---- what a method fills in
 
@@ -131,6 +143,10 @@ class Inverter(LightningModule, ABC):
         """The distributions over tokens that a slot stands for, where the method has them."""
         return None
 
+    def token_sets(self) -> list[AllowedTokens]:
+        """Sets that a prompt's tokens must be in: what `allowed_tokens` says, and the method."""
+        return [self.allowed_tokens]
+
     def check_lm(self, lm: FrozenLM) -> None:
         """Raise `InputError` where the method's settings do not fit the LM."""
 
@@ -150,9 +166,16 @@ class Inverter(LightningModule, ABC):
         return self.data.lm
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that the run's prompts may hold, by column of Z."""
+        if self._vocabulary is None or self._vocabulary.lm is not self.lm:
+            self._vocabulary = Vocabulary(self.lm, self.token_sets(), self.forbid_target_tokens)
+        return self._vocabulary
+
+    @property
     def judge(self) -> Judge:
         """What the discrete prompts are measured by."""
-        return Judge(self.lm, self.prompt_bos)
+        return Judge(self.lm, self.prompt_bos, self.vocabulary.must_round_trip)
 
     @property
     def active(self) -> list[Slot]:
@@ -165,9 +188,21 @@ class Inverter(LightningModule, ABC):
         return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
 
     def argmax_prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The ids of the largest logits, (B, N)."""
-        columns = torch.stack([self.Z[slot.index].detach().argmax(-1) for slot in slots])
-        return self.lm.prompt_token_ids.to(columns.device)[columns]
+        """The ids of the largest logits, mended where they must be, (B, N)."""
+        columns = [self.Z[slot.index].detach().argmax(-1) for slot in slots]
+        rows = zip(slots, columns, strict=True)
+        return torch.cat([self.mended(slot, self.vocabulary.ids(c)[None]) for slot, c in rows])
+
+    def mended(self, slot: Slot, prompt_ids: Tensor) -> Tensor:
+        """Prompts of a slot, (R, N), that survive decoding and encoding where they must."""
+        if not self.vocabulary.must_round_trip:
+            return prompt_ids
+
+        def preferences() -> Tensor | None:
+            relaxation = self.relaxation(slot)
+            return None if relaxation is None else relaxation.logits.detach()
+
+        return mend_prompts(self.vocabulary, slot, prompt_ids, preferences)
 
     def check_own(self, row: Inversion) -> None:
         """Raise `InputError` unless a row could have come from this very run."""
@@ -193,6 +228,7 @@ class Inverter(LightningModule, ABC):
         self.ranks = ranks_of(self.trainer.strategy)
         self.data.share_targets(self.ranks)
         self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        self.vocabulary.check_targets(self.data.targets)
         self.slots, self.finished, self._finished_ids = [], [], set()
         self._saved = SavedSlots()
         self._environment = {
@@ -342,7 +378,7 @@ class Inverter(LightningModule, ABC):
         assert slot.best is not None
         [last_ids] = self.prompt_ids([slot])
         row = build_row(
-            self.lm,
+            self.vocabulary,
             replace(slot, best=self.judge.decode_alone(slot, slot.best)),
             reason,
             last_ids=last_ids,

@@ -10,6 +10,7 @@ from dlmi.evaluation import Evaluation, decoded_tokens, evaluate_prompts
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.passes import row_tokens
+from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
 
 
@@ -20,10 +21,12 @@ class Judge:
     Attributes:
         lm: The model.
         prompt_bos: Put BoS before each prompt.
+        must_round_trip: Prompts that do not survive decoding and encoding are never the best.
     """
 
     lm: FrozenLM
     prompt_bos: bool
+    must_round_trip: bool = False
 
     def evaluate(self, slots: Sequence[Slot], prompt_ids: Tensor) -> None:
         """Record how the slots' prompts, (B, N), do now; a prompt seen just before is known."""
@@ -60,12 +63,21 @@ class Judge:
         [alone] = evaluate_prompts(
             self.lm, prompt_ids, [slot.target], [evaluation.step], self.prompt_bos
         )
-        return replace(alone, loss=evaluation.loss, as_in_code_lcs=evaluation.as_in_code_lcs)
+        return replace(
+            evaluation,
+            output_ids=alone.output_ids,
+            lcs=alone.lcs,
+            discrete_loss=alone.discrete_loss,
+        )
 
     def _decode(self, slots: Sequence[Slot], prompt_ids: Tensor) -> list[Evaluation]:
         targets = [slot.target for slot in slots]
         steps = [slot.step for slot in slots]
         evaluations = evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
+        if self.must_round_trip:
+            evaluations = [
+                replace(e, is_eligible=round_trips(self.lm, e.prompt_ids)) for e in evaluations
+            ]
         for slot, evaluation in zip(slots, evaluations, strict=True):
             slot.forward_tokens += row_tokens(prompt_ids.shape[1], slot.target)
             slot.forward_tokens += decoded_tokens(slot.target, evaluation.output_ids)

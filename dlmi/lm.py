@@ -71,11 +71,6 @@ class FrozenLM:
         known_ids = sorted({i for i in tokenizer.get_vocab().values() if i < rows})
         # The ids a prompt may hold: rows that no token uses never get a column in Z.
         self.prompt_token_ids = torch.tensor(known_ids)
-        self.prompt_embedding_matrix = (
-            self.embedding_matrix
-            if known_ids == list(range(rows))
-            else self.embedding_matrix[self.prompt_token_ids.to(self.device)]
-        )
         check_invertible(self)
 
     @property

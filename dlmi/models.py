@@ -87,16 +87,28 @@ def load_lm(
             is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
             message = _not_so_message if is_placed else _no_model_message
             raise InputError(message(name, error)) from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
-                f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
-            ) from error
+        tokenizer = _read_tokenizer(name, source, options)
     revision = revision or getattr(model.config, "_commit_hash", None)
     check_placed(model, device)
     return FrozenLM(model, tokenizer, name=name, revision=revision, bos=bos)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model alone; arguments and errors as in `load_lm`."""
+    source, _ = _locate(name)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
+    with _quiet_transformers():
+        return _read_tokenizer(name, source, options)
+
+
+def _read_tokenizer(name: str, source: str, options: dict[str, bool]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
+            f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
+        ) from error
 
 
 def cache_dir() -> Path:

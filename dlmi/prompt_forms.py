@@ -16,7 +16,7 @@ form                      prompt
 `best_of_8_samples`       eight discrete prompts drawn from the last step's distribution; the best
                           LCS of each decode
 `no_prompt`               BoS alone
-`random_prompt`           N random tokens
+`random_prompt`           N random tokens of those that a prompt may hold
 `copy_prompt`             the target over and over, its end last
 ========================  ====================================================================
 
@@ -40,6 +40,7 @@ from dlmi.metrics import lcs_ratio
 from dlmi.prefix import Prefix
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns, soft_embedding
+from dlmi.vocabulary import Vocabulary
 
 # Form of the prompt -> decode -> LCS ratio.
 LCSMatrix = dict[str, dict[str, float]]
@@ -76,7 +77,7 @@ class Relaxation:
 
 @torch.no_grad()
 def measure_forms(
-    lm: FrozenLM,
+    vocabulary: Vocabulary,
     slot: Slot,
     best_ids: Tensor,
     last_ids: Tensor,
@@ -86,7 +87,7 @@ def measure_forms(
     """The matrix of a slot as it stands, and the rate of rank-1 tokens of its target.
 
     Args:
-        lm: The model.
+        vocabulary: The LM, and what its prompts may hold.
         slot: Whose target it is.
         best_ids: Its best discrete prompt, (N,).
         last_ids: Its latest one, (N,).
@@ -98,15 +99,15 @@ def measure_forms(
         tokens before them, which teacher forcing gets right with no prompt at all. None where the
         LM has no BoS.
     """
-    target_ids = slot.target.ids
+    lm, target_ids = vocabulary.lm, slot.target.ids
     prompts = {
         "best_so_far": lm.embed(best_ids)[None],
         "argmax": lm.embed(last_ids)[None],
-        "random_prompt": lm.embed(_random_ids(lm, len(best_ids), slot))[None],
+        "random_prompt": lm.embed(_random_ids(vocabulary, len(best_ids), slot))[None],
         "copy_prompt": lm.embed(_copied_ids(target_ids, best_ids))[None],
     }
     if relaxation is not None:
-        prompts |= _relaxed_prompts(lm, relaxation, slot)
+        prompts |= _relaxed_prompts(vocabulary, relaxation, slot)
     prefix = bos_prefix(lm) if prompt_bos else None
     outputs = _decode(lm, torch.cat(list(prompts.values())), target_ids, prefix)
     matrix: LCSMatrix = {}
@@ -128,15 +129,17 @@ def measure_forms(
     return {form: matrix[form] for form in FORMS if form in matrix}, rank_one_rate
 
 
-def _relaxed_prompts(lm: FrozenLM, relaxation: Relaxation, slot: Slot) -> dict[str, Tensor]:
+def _relaxed_prompts(
+    vocabulary: Vocabulary, relaxation: Relaxation, slot: Slot
+) -> dict[str, Tensor]:
     """Forms that are made from distributions, each (R, N, d) in the LM's dtype."""
+    lm, matrix = vocabulary.lm, vocabulary.matrix
     logits, tau = [relaxation.logits], relaxation.tau[None]
-    matrix, seed = lm.prompt_embedding_matrix, slot.noise_seed("forms of the prompt")
+    seed = slot.noise_seed("forms of the prompt")
     columns = relaxation.hard_columns(HARD_SAMPLES, seed)
-    hard_ids = lm.prompt_token_ids.to(columns.device)[columns]
     prompts = {
         "softmax": soft_embedding(logits, tau, matrix)[0],
-        BEST_OF_SAMPLES: lm.embed(hard_ids),
+        BEST_OF_SAMPLES: lm.embed(vocabulary.ids(columns)),
     }
     if relaxation.estimator is not None:
         sampler = PromptSampler(relaxation.estimator, num_samples=1)
@@ -144,10 +147,11 @@ def _relaxed_prompts(lm: FrozenLM, relaxation: Relaxation, slot: Slot) -> dict[s
     return {form: embeds.to(lm.dtype) for form, embeds in prompts.items()}
 
 
-def _random_ids(lm: FrozenLM, length: int, slot: Slot) -> Tensor:
+def _random_ids(vocabulary: Vocabulary, length: int, slot: Slot) -> Tensor:
     generator = torch.Generator().manual_seed(slot.noise_key)
-    picks = torch.randint(len(lm.prompt_token_ids), (length,), generator=generator)
-    return lm.prompt_token_ids.cpu()[picks].to(lm.device)
+    allowed = vocabulary.allowed_columns(slot.target)
+    picks = torch.randint(len(allowed), (length,), generator=generator)
+    return vocabulary.ids(allowed[picks.to(allowed.device)])
 
 
 def _copied_ids(target_ids: Sequence[int], like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ in the process, so that there is one way of working.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -81,12 +82,12 @@ class Ranks:
         self._wait_for([key])
         return json.loads(self._store.get(key))
 
-    def barrier(self) -> None:
-        """Wait until all have come here. All must call it."""
+    def barrier(self, within: float = math.inf) -> None:
+        """Wait until all have come here, so many seconds at most. All must call it."""
         name = f"barrier/{self._barriers}"
         self._barriers += 1
         self._store.set(f"{name}/{self.rank}", "")
-        self._wait_for([f"{name}/{other}" for other in self._others])
+        self._wait_for([f"{name}/{other}" for other in self._others], within)
 
     def leave(self) -> None:
         """Say that this rank is done, all its rows posted."""
@@ -181,10 +182,12 @@ class Ranks:
     def _is_silent(self, other: int) -> bool:
         if self._has([f"left/{other}"]):
             return False
-        now, key = time.monotonic(), f"beat/{other}"
-        beat = self._store.get(key) if self._has([key]) else b""
+        key = f"beat/{other}"
+        if not self._has([key]):
+            return False  # not yet here
+        now, beat = time.monotonic(), self._store.get(key)
         latest, since = self._beats.get(other, (b"", now))
-        if beat != latest or other not in self._beats:
+        if beat != latest:
             self._beats[other] = beat, now
             return False
         return now - since > self._patience
@@ -210,8 +213,11 @@ class Ranks:
                 self._trouble = _UNREACHABLE
         return _BEYOND
 
-    def _wait_for(self, keys: list[str]) -> None:
+    def _wait_for(self, keys: list[str], within: float = math.inf) -> None:
+        deadline = time.monotonic() + within
         while not self._has(keys):
             if self._trouble is not None:
                 raise RunStopped(f"{self._trouble}.")
+            if time.monotonic() > deadline:
+                raise RunStopped(f"not all of {self.size} ranks came within {within:.0f} seconds.")
             time.sleep(_POLL_SECONDS)

@@ -29,5 +29,5 @@ def annealed_temperature(start: float, end: float, progress: float) -> float:
 
 def row_entropy(logits: Tensor, tau: Tensor) -> Tensor:
     """Entropy in nats of each noise-free row softmax(logits / tau): (N, V) to (N,)."""
-    log_p = torch.log_softmax(logits / tau[..., None], dim=-1)
-    return -(log_p.exp() * log_p).sum(-1)
+    entropies: Tensor = torch.special.entr(torch.softmax(logits / tau[..., None], dim=-1))
+    return entropies.sum(-1)

@@ -22,6 +22,7 @@ from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
 from dlmi.slots import Slot, TracePoint
 from dlmi.version import __version__
+from dlmi.vocabulary import Vocabulary
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
 
@@ -165,7 +166,7 @@ def _trace_point(values: dict[str, Any]) -> TracePoint:
 
 
 def build_row(
-    lm: FrozenLM,
+    vocabulary: Vocabulary,
     slot: Slot,
     stop_reason: str,
     *,
@@ -179,7 +180,7 @@ def build_row(
     """The row of a slot that is done with: its best prompt, how it fared and where it ran.
 
     Args:
-        lm: The model.
+        vocabulary: The LM, and what its prompts may hold.
         slot: With its best prompt decoded alone.
         stop_reason: Why it is done with.
         last_ids: The discrete prompt that it stands for now, (N,).
@@ -189,7 +190,7 @@ def build_row(
         settings: Its arguments.
         environment: The columns that say where it was measured, and on which targets.
     """
-    target, best, last = slot.target, slot.best, slot.last
+    lm, target, best, last = vocabulary.lm, slot.target, slot.best, slot.last
     assert best is not None
     assert last is not None
     prompt_text = lm.decode(best.prompt_ids)
@@ -198,7 +199,9 @@ def build_row(
     rank_one_rate = None
     if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
         best_ids = torch.tensor(best.prompt_ids, device=lm.device)
-        matrix, rank_one_rate = measure_forms(lm, slot, best_ids, last_ids, relaxation, prompt_bos)
+        matrix, rank_one_rate = measure_forms(
+            vocabulary, slot, best_ids, last_ids, relaxation, prompt_bos
+        )
     return Inversion(
         target_id=target.id,
         k=target.k,

@@ -147,7 +147,8 @@ class Slot:
 
     def stop_reason(self, budget: Budget) -> str | None:
         """`solved`, `failed`, `budget`, or None while it is to go on."""
-        if self.best is not None and self.best.output_ids == self.target.ids:
+        best = self.best
+        if best is not None and best.is_eligible and best.output_ids == self.target.ids:
             return "solved"
         if self.failure is not None:
             return "failed"

@@ -8,6 +8,8 @@ one that rank 0 opens, and wait for each other only before the first step.
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,13 +28,15 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from dlmi.errors import RunStopped
 from dlmi.ranks import Ranks
 
 T = TypeVar("T")
 
-_MEET_WITHIN = timedelta(minutes=30)  # loading a large LM from a slow disk takes its time
+_MEET_WITHIN = 1800.0  # seconds: loading a large LM from a slow disk takes its time
+_KNOCK = timedelta(seconds=10)
 
 
 class TargetParallelStrategy(DDPStrategy):
@@ -83,13 +87,12 @@ class TargetParallelStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         if self.world_size == 1:
             return
-        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        meeting = rendezvous("env://", self.global_rank, self.world_size, timeout=_MEET_WITHIN)
-        store, rank, size = next(meeting)
         assert isinstance(self._launcher, _Launcher)
-        self.ranks = Ranks(store, rank, size, self._launcher.ended_rank, self._patience)
+        ended_rank = self._launcher.ended_rank
+        store = _meet(self.cluster_environment, self.global_rank, ended_rank)
+        self.ranks = Ranks(store, self.global_rank, self.world_size, ended_rank, self._patience)
         self.ranks.start_pulse()
+        self.ranks.barrier(within=_MEET_WITHIN)
 
     def configure_ddp(self) -> None:
         """Nothing: the module stays as it is, on every rank its own."""
@@ -132,6 +135,30 @@ StrategyRegistry.register(
     TargetParallelStrategy,
     description="Targets split over ranks by a shared queue, with no gradient sync",
 )
+
+
+def _meet(
+    environment: ClusterEnvironment, rank: int, ended_rank: Callable[[], tuple[int, str] | None]
+) -> Store:
+    """The store of the run: torchrun's, or rank 0's."""
+    address, port = environment.main_address, environment.main_port
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + _MEET_WITHIN
+    while True:
+        try:
+            return TCPStore(
+                address,
+                port,
+                is_master=rank == 0 and not has_agent,
+                wait_for_workers=False,
+                timeout=_KNOCK,
+            )
+        except RuntimeError as error:
+            if (ended := ended_rank()) or time.monotonic() > deadline or rank == 0:
+                what = f"rank {ended[0]} has ended ({ended[1]})" if ended else str(error)
+                raise RunStopped(
+                    f"rank {rank} could not meet the others at {address}:{port}: {what}."
+                ) from error
 
 
 class _Launcher(_SubprocessScriptLauncher):

@@ -41,6 +41,7 @@ from dlmi.methods import DLMI, GBDA, GCG, REINFORCE
 from dlmi.score_function import moving_average, score_function_gradient
 from dlmi.soft_embedding import sample_columns
 from dlmi.targets import texts_to_targets
+from dlmi.vocabulary import Vocabulary
 
 N, V = 2, 4
 CONFIGS = Path(__file__).parent.parent / "configs" / "gradients"
@@ -91,7 +92,7 @@ def test_enumeration_is_the_gradient_of_the_enumerated_expectation():
 def test_enumeration_on_the_tiny_lm_is_what_its_definition_says(tiny):
     """pi (E[L | x_j = v] - J), with the expectations written out."""
     [target] = texts_to_targets(tiny, ["w1 w2"])
-    objective = target_objective(tiny, target, "cross_entropy", False, False)
+    objective = target_objective(Vocabulary(tiny), target, "cross_entropy", False, False)
     tokens = len(tiny.prompt_token_ids)
     logits = normal(2, tokens, seed=2)
     found = exact_truth(objective, logits).blocks[0].view(2, tokens)

@@ -6,6 +6,7 @@ from conftest import KINDS, make_tokenizer
 
 from dlmi import FrozenLM, InputError, load_lm
 from dlmi.losses import target_loss
+from dlmi.vocabulary import Vocabulary
 
 
 @pytest.fixture(params=KINDS)
@@ -31,7 +32,7 @@ def test_one_hot_soft_prompt_equals_hard_prompt(lm):
     prompt_ids, target_ids = random_ids(lm, 2, 5), random_ids(lm, 2, 3, seed=1)
     columns = torch.searchsorted(lm.prompt_token_ids, prompt_ids)
     one_hot = torch.nn.functional.one_hot(columns, len(lm.prompt_token_ids)).to(lm.dtype)
-    soft = lm.target_logits(one_hot @ lm.prompt_embedding_matrix, target_ids)
+    soft = lm.target_logits(one_hot @ Vocabulary(lm).matrix, target_ids)
     torch.testing.assert_close(soft, lm.target_logits(lm.embed(prompt_ids), target_ids))
 
 
@@ -134,7 +135,7 @@ def test_unused_vocabulary_rows_are_not_offered(model_folder):
     lm = load_lm(str(model_folder("gpt2")))
     assert lm.embedding_matrix.shape[0] == 32
     assert lm.prompt_token_ids.tolist() == list(range(30))  # this tokenizer has no BoS
-    assert lm.prompt_embedding_matrix.shape[0] == 30
+    assert len(Vocabulary(lm).matrix) == 30
 
 
 def test_scaled_embeddings_are_what_the_model_reads(model_folder):

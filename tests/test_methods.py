@@ -14,7 +14,7 @@ from dlmi.losses import target_loss, target_mask
 from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
 from dlmi.methods.adc import keep_largest, scaled_norm_gradients, sparsity_counts
 from dlmi.methods.gcg import propose_swaps
-from dlmi.methods.pez import nearest_columns
+from dlmi.methods.pez import nearness
 from dlmi.methods.soda import DecayingAdam
 from dlmi.slots import Budget, Slot
 from dlmi.soft_embedding import sample_columns
@@ -301,7 +301,7 @@ def test_nearest_token_by_exhaustion(metric):
         scores = torch.nn.functional.cosine_similarity(points[:, None], matrix[None], dim=-1)
     else:
         scores = -torch.cdist(points, matrix)
-    assert torch.equal(nearest_columns(points, matrix, metric), scores.argmax(-1))
+    assert torch.equal(nearness(points, matrix, metric).argmax(-1), scores.argmax(-1))
 
 
 def test_pez_starts_at_tokens_and_reads_tokens(tiny, data, fit):

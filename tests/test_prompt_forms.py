@@ -19,6 +19,7 @@ from dlmi.prompt_forms import (
 from dlmi.slots import Slot
 from dlmi.soft_embedding import soft_embedding
 from dlmi.targets import Target
+from dlmi.vocabulary import Vocabulary
 
 N = 5
 TARGET = (3, 9, 4, 20)
@@ -47,7 +48,7 @@ def decoded(lm, embeds, target=TARGET):
 
 def matrix_of(lm, slot, relaxation, prompt_bos=False):
     ids = torch.arange(4, 4 + N)
-    return measure_forms(lm, slot, ids, ids.flip(0), relaxation, prompt_bos)[0], ids
+    return measure_forms(Vocabulary(lm), slot, ids, ids.flip(0), relaxation, prompt_bos)[0], ids
 
 
 def test_discrete_forms_are_decodes_of_their_ids(tiny, slot):
@@ -65,10 +66,11 @@ def test_relaxed_forms_are_decodes_of_their_embeddings(tiny, slot, logits):
     tau = torch.full((N,), 0.7, dtype=torch.float64)
     matrix, _ = matrix_of(tiny, slot, Relaxation(logits, tau, "gumbel_softmax"))
     assert list(matrix) == list(FORMS)
-    soft = torch.softmax(logits / 0.7, -1) @ tiny.prompt_embedding_matrix
+    embeddings = tiny.embedding_matrix[tiny.prompt_token_ids]
+    soft = torch.softmax(logits / 0.7, -1) @ embeddings
     assert matrix["softmax"] == decoded(tiny, soft)
     seed = slot.noise_seed("forms of the prompt")
-    noisy = soft_embedding([logits], tau[None], tiny.prompt_embedding_matrix, [seed])[0, 0]
+    noisy = soft_embedding([logits], tau[None], embeddings, [seed])[0, 0]
     assert matrix["gumbel_sample"] == decoded(tiny, noisy)
     columns = Relaxation(logits, tau, "gumbel_softmax").hard_columns(8, seed)
     apart = [decoded(tiny, tiny.embed(tiny.prompt_token_ids[row])) for row in columns]
@@ -79,7 +81,9 @@ def test_forms_meet_where_the_distribution_is_sharp(tiny, slot, logits):
     """At a vanishing temperature every noise-free form is the argmax prompt."""
     tau = torch.full((N,), 1e-4, dtype=torch.float64)
     last_ids = tiny.prompt_token_ids[logits.argmax(-1)]
-    matrix, _ = measure_forms(tiny, slot, last_ids, last_ids, Relaxation(logits, tau), False)
+    matrix, _ = measure_forms(
+        Vocabulary(tiny), slot, last_ids, last_ids, Relaxation(logits, tau), False
+    )
     assert "gumbel_sample" not in matrix
     assert matrix["softmax"] == matrix["argmax"] == matrix[BEST_OF_SAMPLES]
 
@@ -105,7 +109,7 @@ def test_rank_one_rate_counts_tokens_that_the_lm_would_say_anyway(tiny):
     def rate(target_ids):
         slot = Slot.open(0, Target("t", tuple(target_ids), "text"), 0, torch.device("cpu"))
         ids = torch.arange(4, 4 + N)
-        return measure_forms(tiny, slot, ids, ids, None, False)[1]
+        return measure_forms(Vocabulary(tiny), slot, ids, ids, None, False)[1]
 
     said = tiny.greedy(torch.tensor([[tiny.bos_id]]), 4)[0].tolist()
     assert rate(said) == 1.0
@@ -156,6 +160,6 @@ def test_an_lm_without_bos_has_no_floor_of_no_prompt(model_folder, slot):
     lm = load_lm(str(model_folder()), dtype="float64")
     lm.tokenizer.bos_token = lm.tokenizer.eos_token = None
     ids = torch.arange(4, 4 + N)
-    matrix, rank_one_rate = measure_forms(lm, slot, ids, ids, None, False)
+    matrix, rank_one_rate = measure_forms(Vocabulary(lm), slot, ids, ids, None, False)
     assert "no_prompt" not in matrix
     assert rank_one_rate is None

@@ -286,6 +286,9 @@ def test_steps_of_the_command_replace_those_of_a_comparison(two_methods, tmp_pat
         ("REINFORCE", {"teacher_forcing": False, "baseline": "ema"}, "REINFORCE", "REINFORCE"),
         ("REINFORCE", {"teacher_forcing": False, "baseline": "rloo"}, "REINFORCE", None),
         ("SODA", {"loss": "margin"}, "SODA", "SODA"),
+        ("SODA", {"loss": "margin", "allowed_tokens": "all"}, "SODA", "SODA"),
+        ("SODA", {"loss": "margin", "allowed_tokens": "ascii"}, "SODA", None),
+        ("SODA", {"loss": "margin", "forbid_target_tokens": "ids"}, "SODA", None),
         ("Mine", {}, "Mine", None),
     ],
 )
@@ -294,6 +297,23 @@ def test_names_and_roles_come_from_settings(method, settings, name, role):
     full = {**(defaults if method == "DLMI" else {}), **settings}
     assert paper_name(method, full) == name
     assert paper_role(method, full) == role
+
+
+def test_runs_whose_prompts_may_not_hold_all_tokens_say_so(make_row, write_run, tmp_path):
+    free = {"allowed_tokens": "all", "forbid_target_tokens": "none"}
+    write_run("before", [make_row(0.1, settings={"lr": 1}, target_id="a")], label="mine")
+    write_run("free", [make_row(0.1, settings={"lr": 1, **free}, target_id="b")], label="mine")
+    barred = {"lr": 1, **free, "forbid_target_tokens": "ids"}
+    write_run("alone", [make_row(0.1, settings=barred)], label="other")
+    labels = load([tmp_path / "runs"]).groups[0].labels
+    assert labels == ["mine", "other forbid_target_tokens=ids"]
+    write_run(
+        "ascii",
+        [make_row(0.1, settings={**free, "lr": 1, "allowed_tokens": "ascii"})],
+        label="mine",
+    )
+    labels = load([tmp_path / "runs"]).groups[0].labels
+    assert labels[:2] == ["mine allowed_tokens=all", "mine allowed_tokens=ascii"]
 
 
 def test_one_name_for_two_settings_is_told_apart(make_row, write_run, tmp_path):

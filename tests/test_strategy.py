@@ -1,13 +1,24 @@
 """Several ranks: launched in every way there is, with the results of one."""
 
 import itertools
+import shutil
 import socket
 import threading
 import time
 from datetime import timedelta
 
 import pytest
-from subprocess_runs import RUN, SETTINGS, TARGETS, finish, fit_flags, outcome, outcome_in, start
+from subprocess_runs import (
+    ROOT,
+    RUN,
+    SETTINGS,
+    TARGETS,
+    finish,
+    fit_flags,
+    outcome,
+    outcome_in,
+    start,
+)
 from torch.distributed import TCPStore
 
 from dlmi import DLMI
@@ -94,14 +105,22 @@ def test_a_wish_to_stop_is_heard(make_ranks):
 
 
 def test_a_silent_rank_is_noticed(make_ranks):
-    zero, _ = make_ranks(2, patience=0.5)
+    zero, one = make_ranks(2, patience=2)
+    one._store.set("beat/1", "1")  # and no more
     zero.start_pulse()
     with pytest.raises(RunStopped, match="rank 1 of 2 has given no sign of life"):
         zero.barrier()
 
 
+def test_a_rank_that_never_comes_is_not_waited_for(make_ranks):
+    zero, _ = make_ranks(2)
+    with pytest.raises(RunStopped, match="not all of 2 ranks came within 1 seconds"):
+        zero.barrier(within=1)
+
+
 def test_a_rank_that_has_left_may_be_silent(make_ranks):
     zero, one = make_ranks(2, patience=0.5)
+    one._store.set("beat/1", "1")
     one.leave()
     zero.start_pulse()
     time.sleep(3)
@@ -175,6 +194,17 @@ def test_plain_ddp_is_refused(strategy, model_folder, tmp_path, monkeypatch, cap
     [line] = capsys.readouterr().err.splitlines()
     assert "TargetParallelStrategy" in line
     assert "makes the prompts of all ranks equal" in line
+
+
+def test_a_rank_that_dies_on_its_way_ends_the_run(model_folder, tmp_path):
+    """Rank 1 cannot read the LM that rank 0 has: its folder is gone when it comes."""
+    lm = tmp_path / "lm"
+    shutil.copytree(model_folder(), lm)
+    vanish = f"import os, shutil; os.environ.get('LOCAL_RANK') == '1' and shutil.rmtree('{lm}')"
+    (tmp_path / "sitecustomize.py").write_text(vanish)
+    flags = fit_flags(lm, "--trainer.devices", 2)
+    _, errors = finish(start(flags, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}"), exit_code=1)
+    assert "rank 1 of 2 has ended (exit code 2)" in errors
 
 
 def test_a_mistake_is_told_once_before_ranks_are_started(model_folder, tmp_path):

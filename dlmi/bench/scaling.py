@@ -97,11 +97,10 @@ def _step_seconds(lm: FrozenLM, size: Size, repeats: int) -> float:
 @contextmanager
 def _fewer_tokens(lm: FrozenLM, count: int) -> Iterator[None]:
     """Let prompts hold the first tokens only."""
-    before = lm.prompt_token_ids, lm.prompt_embedding_matrix
+    before = lm.prompt_token_ids
     if count:
-        lm.prompt_token_ids = before[0][:count]
-        lm.prompt_embedding_matrix = before[1][:count]
+        lm.prompt_token_ids = before[:count]
     try:
         yield
     finally:
-        lm.prompt_token_ids, lm.prompt_embedding_matrix = before
+        lm.prompt_token_ids = before

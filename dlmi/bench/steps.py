@@ -21,6 +21,7 @@ from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
 from dlmi.methods import DLMI
 from dlmi.targets import Target
+from dlmi.vocabulary import Vocabulary
 
 SHAPES = ((10, 20, 8), (80, 20, 8), (80, 20, 1))  # N, M, S
 
@@ -179,7 +180,7 @@ class Floor:
         self.lm = lm
         self.target_ids = target_ids.expand(samples, -1)
         self.embeds = lm.embed(_random_ids(lm, samples, length)).clone()
-        self.matrix = lm.prompt_embedding_matrix.float()
+        self.matrix = Vocabulary(lm).matrix.float()
         rows, columns = samples * length, len(self.matrix)
         self.weights = torch.rand(rows, columns, device=lm.device)
         self.gradient = torch.rand(rows, self.matrix.shape[1], device=lm.device)

@@ -18,6 +18,7 @@ from dlmi.lm import FrozenLM
 from dlmi.models import load_lm
 from dlmi.placement import DType
 from dlmi.relaxation import temperature_law
+from dlmi.vocabulary import Vocabulary
 
 
 class Textbook:
@@ -38,7 +39,7 @@ class Textbook:
         self.target_ids = target_ids.expand(samples, -1)
         self.samples = samples
         self.tau0 = tau0
-        self.matrix = lm.prompt_embedding_matrix.float()
+        self.matrix = Vocabulary(lm).matrix.float()
         self.logits = nn.Parameter(torch.randn(length, len(self.matrix), device=lm.device))
         self.phi = nn.Parameter(torch.randn(length, device=lm.device))
         self.optimizer = torch.optim.Adam([self.logits, self.phi], lr=0.1)

@@ -86,7 +86,7 @@ class GradientStudy(InversionCallback):
         self._run_estimator = estimator_of(module)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self.settings.truth == "exact":
-            check_enumerable(module.prompt_length, len(data.lm.prompt_token_ids))
+            check_enumerable(module.prompt_length, len(module.vocabulary))
         if _num_samples(module) < 2 and any(e.kind == "rloo" for e in self.estimators):
             raise InputError(
                 "Expected at least 2 samples per step with the estimator `rloo`, but the run has "
@@ -121,7 +121,7 @@ class GradientStudy(InversionCallback):
         place = (trajectory, slot.target.id, module.seed, slot.step)
         estimators = [e for e in self.estimators if (e.label, *place) not in self._done]
         objective = target_objective(
-            module.lm, slot.target, module.loss, module.teacher_forcing, module.prompt_bos
+            module.vocabulary, slot.target, module.loss, module.teacher_forcing, module.prompt_bos
         )
         measurements = measure_state(
             objective,

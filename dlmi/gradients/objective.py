@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
 from dlmi.passes import target_pass
 from dlmi.slots import Slot
 from dlmi.targets import Target
+from dlmi.vocabulary import Vocabulary
 
 _HELD_ENTRIES = 2**22  # of hard prompts' embeddings that are held at once
 
@@ -48,16 +48,17 @@ class Objective:
 
 
 def target_objective(
-    lm: FrozenLM, target: Target, loss: LossName, teacher_forcing: bool, prompt_bos: bool
+    vocabulary: Vocabulary, target: Target, loss: LossName, teacher_forcing: bool, prompt_bos: bool
 ) -> Objective:
     """The loss of a target, as training computes it; nobody's slot is charged."""
+    lm = vocabulary.lm
     payer = Slot.open(0, target, 0, lm.device)
 
     def losses(prompt_embeds: Tensor) -> Tensor:
         rows, _ = target_pass(lm, [payer], prompt_embeds[None], loss, teacher_forcing, prompt_bos)
         return rows[0]
 
-    return Objective(lm.prompt_embedding_matrix, losses)
+    return Objective(vocabulary.matrix, losses)
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.prompt_forms import Relaxation
 from dlmi.slots import Slot
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
 
@@ -36,16 +38,20 @@ def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
     """Keep the largest entries of each row, made positive, and let them sum to one.
 
     Args:
-        rows: (..., V).
+        rows: (..., V); -inf bars an entry.
         counts: How many entries each row keeps, (...).
     """
     if int(counts.min()) >= rows.shape[-1]:
-        positive = rows.relu() + 1e-6
+        positive = _made_positive(rows)
         return positive / positive.sum(-1, keepdim=True)
     most = min(int(counts.max()), rows.shape[-1])
     values, columns = rows.topk(most, dim=-1)
-    kept = (values.relu() + 1e-6) * (torch.arange(most, device=rows.device) < counts[..., None])
+    kept = _made_positive(values) * (torch.arange(most, device=rows.device) < counts[..., None])
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
+
+
+def _made_positive(entries: Tensor) -> Tensor:
+    return (entries.relu() + 1e-6).masked_fill_(entries.isneginf(), 0)
 
 
 def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) -> Tensor:
@@ -102,6 +108,9 @@ class ADC(Inverter):
         norm_gradient_scale: Factor on gradients at the norm layers; 1 leaves them alone.
         eval_every: Steps between two greedy decodes of the best discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the starts. On the command line: `seed_everything`.
     """
 
@@ -118,9 +127,20 @@ class ADC(Inverter):
         norm_gradient_scale: float = 1.0,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_at_least_one("model", restarts=restarts)
         check_positive("model", lr=lr, norm_gradient_scale=norm_gradient_scale)
         if not (0 <= momentum < 1 and 0 < ema_rate <= 1):
@@ -137,12 +157,12 @@ class ADC(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (R, N, V): a row of the simplex per restart and position."""
-        return {"Z": (self.restarts, self.prompt_length, len(self.lm.prompt_token_ids))}
+        return {"Z": (self.restarts, self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
         """The softmax of N(0, 1)."""
         parameter = self.Z[slot.index]
-        parameter.normal_(generator=slot.generator)
+        self.vocabulary.bar_(parameter.normal_(generator=slot.generator), slot.target)
         parameter.copy_(torch.softmax(parameter, dim=-1))
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
@@ -152,7 +172,7 @@ class ADC(Inverter):
                 self._sparsify(slot)
         rows = [self.Z[slot.index] for slot in slots]  # (R, N, V) each
         self._score_discrete(slots, torch.stack([r.detach().argmax(-1) for r in rows]))
-        matrix = self.lm.prompt_embedding_matrix.to(self.compute_dtype)
+        matrix = self.vocabulary.matrix.to(self.compute_dtype)
         embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
         scaled = (
             contextlib.nullcontext()
@@ -181,6 +201,7 @@ class ADC(Inverter):
 
     @torch.no_grad()
     def _sparsify(self, slot: Slot) -> None:
+        self.vocabulary.bar_(self.Z[slot.index], slot.target)  # a step has moved them off 0
         for rows, wrong in zip(self.Z[slot.index], slot.memory["wrong"].tolist(), strict=True):
             # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
             sparsity = min(2.0 ** min(wrong, 64.0), rows.shape[-1])
@@ -190,7 +211,8 @@ class ADC(Inverter):
     @torch.no_grad()
     def _score_discrete(self, slots: Sequence[Slot], columns: Tensor) -> None:
         """Keep the argmax prompt with the lowest loss that any restart has had: (B, R, N)."""
-        token_ids = self.lm.prompt_token_ids.to(columns.device)[columns]
+        rows = zip(slots, self.vocabulary.ids(columns), strict=True)
+        token_ids = torch.stack([self.mended(slot, ids) for slot, ids in rows])
         losses, output_ids = target_pass(
             self.lm, slots, self.lm.embed(token_ids), "cross_entropy", prompt_bos=self.prompt_bos
         )
@@ -213,9 +235,11 @@ class ADC(Inverter):
         """The best discrete prompts so far; before the first step, the first restart's, (B, N)."""
         rows = []
         for slot in slots:
-            columns = self.Z[slot.index][0].detach().argmax(-1)
-            first = self.lm.prompt_token_ids.to(columns.device)[columns]
-            rows.append(slot.memory.get("best_ids", first))
+            if "best_ids" not in slot.memory:
+                first = self.vocabulary.ids(self.Z[slot.index][:1].detach().argmax(-1))
+                rows.append(self.mended(slot, first)[0])
+            else:
+                rows.append(slot.memory["best_ids"])
         return torch.stack(rows)
 
     @torch.no_grad()
@@ -228,8 +252,9 @@ class ADC(Inverter):
         """The rows of the restart with the fewest wrong tokens."""
         wrong: Tensor | None = slot.memory.get("wrong")
         rows = self.Z[slot.index][0 if wrong is None else int(wrong.argmin())]  # (N, V)
-        smallest = torch.finfo(rows.dtype).tiny
-        return Relaxation(rows.clamp_min(smallest).log(), rows.new_ones(self.prompt_length))
+        logits = rows.clamp_min(torch.finfo(rows.dtype).tiny).log()
+        self.vocabulary.bar_(logits, slot.target)
+        return Relaxation(logits, rows.new_ones(self.prompt_length))
 
     def configure_optimizers(self) -> Optimizer:
         """SGD with heavy momentum."""

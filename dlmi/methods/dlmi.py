@@ -29,6 +29,8 @@ from dlmi.passes import RowNextEmbeds, StepLosses, target_pass
 from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy, temperature_law
 from dlmi.slots import Slot
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
 class DLMI(Inverter):
@@ -56,6 +58,9 @@ class DLMI(Inverter):
         adam_eps: Adam's epsilon. At tau near 100 the gradients of Z are as small as the default.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -80,9 +85,20 @@ class DLMI(Inverter):
         adam_eps: float = 1e-8,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_positive("model", tau0=tau0, lr=lr, next_token_tau=next_token_tau)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
         if temperature == "fixed" and phi_init is not None:
@@ -115,14 +131,14 @@ class DLMI(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V), and Phi: (N,) decoupled, () shared, none if fixed."""
-        logits = {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+        logits = {"Z": (self.prompt_length, len(self.vocabulary))}
         if self.temperature == "fixed":
             return logits
         return {**logits, "Phi": (self.prompt_length,) if self.temperature == "decoupled" else ()}
 
     def initialise(self, slot: Slot) -> None:
         """Z from N(0, 1), Phi as `phi_init` says."""
-        self.Z[slot.index].normal_(generator=slot.generator)
+        self.vocabulary.bar_(self.Z[slot.index].normal_(generator=slot.generator), slot.target)
         if self.temperature == "fixed":
             return
         phi = self.Phi[slot.index]
@@ -145,7 +161,7 @@ class DLMI(Inverter):
         embeds = self.sampler(
             [self.Z[slot.index] for slot in slots],
             torch.stack([self.tau(slot) for slot in slots]),
-            self.lm.prompt_embedding_matrix,
+            self.vocabulary.matrix,
             [slot.noise_seed() for slot in slots],
         )
         losses, output_ids = target_pass(

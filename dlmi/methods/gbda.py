@@ -25,6 +25,8 @@ from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import annealed_temperature, row_entropy
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
 class GBDA(Inverter):
@@ -45,6 +47,9 @@ class GBDA(Inverter):
         lr: Adam's learning rate.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -64,9 +69,20 @@ class GBDA(Inverter):
         lr: float = 0.1,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_positive("model", tau=tau, lr=lr, tau_end=tau if tau_end is None else tau_end)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
         if final_samples < 0:
@@ -88,11 +104,11 @@ class GBDA(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V)."""
-        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+        return {"Z": (self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
         """Z from N(0, 1)."""
-        self.Z[slot.index].normal_(generator=slot.generator)
+        self.vocabulary.bar_(self.Z[slot.index].normal_(generator=slot.generator), slot.target)
 
     def tau(self, slot: Slot) -> Tensor:
         """The slot's temperature at this point of its budget, (N,)."""
@@ -106,7 +122,7 @@ class GBDA(Inverter):
         embeds = self.sampler(
             [self.Z[slot.index] for slot in slots],
             torch.stack([self.tau(slot) for slot in slots]),
-            self.lm.prompt_embedding_matrix,
+            self.vocabulary.matrix,
             [slot.noise_seed() for slot in slots],
         )
         losses, output_ids = target_pass(
@@ -128,7 +144,7 @@ class GBDA(Inverter):
             return None
         seed = slot.noise_seed("final samples")
         columns = sample_columns(self.Z[slot.index], self.final_samples, seed)
-        return self.lm.prompt_token_ids.to(columns.device)[columns]
+        return self.mended(slot, self.vocabulary.ids(columns))
 
     @torch.no_grad()
     def diagnostics(self, slot: Slot) -> dict[str, Tensor]:

@@ -26,7 +26,10 @@ from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
+from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
 def propose_swaps(
@@ -102,12 +105,15 @@ class GCG(Inverter):
         n_replace: Positions changed in each candidate.
         buffer_size: 0: take the best candidate even if it is worse; 1: keep the current prompt
             unless a candidate is better; more: the same, from the best of that many random starts.
-        init: First prompt: `x` (the token "x" over and over) or `random` tokens.
+        init: First prompt: `x` (the token "x" over and over, if it may be used) or `random` tokens.
         allow_non_ascii: Let candidates hold tokens that are not printable ASCII.
         filter_ids: Drop candidates that do not survive decoding and encoding.
         loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the draws. On the command line: `seed_everything`.
     """
 
@@ -126,9 +132,20 @@ class GCG(Inverter):
         loss: LossName = "cross_entropy",
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_at_least_one("model", search_width=search_width, topk=topk, n_replace=n_replace)
         if n_replace > prompt_length:
             raise InputError(
@@ -147,11 +164,15 @@ class GCG(Inverter):
         self.allow_non_ascii = allow_non_ascii
         self.filter_ids = filter_ids
         self.loss: LossName = loss
-        self._barred: Tensor | None = None
+
+    def token_sets(self) -> list[AllowedTokens]:
+        """No special tokens, and unless allowed none that are not printable ASCII."""
+        own = ["no_special"] if self.allow_non_ascii else ["ascii", "printable"]
+        return [*super().token_sets(), *own]
 
     def check_lm(self, lm: FrozenLM) -> None:
-        """There must be `topk` tokens to choose from."""
-        allowed = int((~self._barred_columns(lm)).sum())
+        """There must be `topk` tokens to choose from, for each target."""
+        allowed = min(len(self.vocabulary.allowed_columns(t)) for t in self.data.targets)
         if self.topk > allowed:
             raise InputError(
                 f"Expected `model.topk` to be at most {allowed} (the tokens of {lm.name} that may "
@@ -160,11 +181,11 @@ class GCG(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V), one-hot."""
-        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+        return {"Z": (self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
         """The first prompt: x's, random tokens, or the best of a buffer of random ones."""
-        allowed = (~self._barred_columns(self.lm)).nonzero()[:, 0].to(slot.generator.device)
+        allowed = self.vocabulary.allowed_columns(slot.target).to(slot.generator.device)
         count = max(self.buffer_size, 1)
         picks = torch.randint(
             len(allowed),
@@ -173,8 +194,10 @@ class GCG(Inverter):
             device=allowed.device,
         )
         columns = allowed[picks]  # (count, N)
-        if self.init == "x":
-            columns[0] = self._column_of(self.lm.encode(" x")[-1])
+        x_id = self.lm.encode(" x")[-1]
+        if self.init == "x" and self.vocabulary.allows(x_id, slot.target):
+            columns[0] = self.vocabulary.columns(columns.new_tensor(x_id))
+        columns = self.vocabulary.columns(self.mended(slot, self.vocabulary.ids(columns)))
         losses, _ = self._score(slot, columns[0], columns)
         best = int(losses.argmin())
         slot.memory["loss"] = float(losses[best])
@@ -182,7 +205,7 @@ class GCG(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the current prompt; its gradient proposes the swaps."""
-        matrix = self.lm.prompt_embedding_matrix
+        matrix = self.vocabulary.matrix
         embeds = torch.stack([_OneHotProduct.apply(self.Z[s.index], matrix) for s in slots])  # type: ignore[no-untyped-call]
         losses, output_ids = target_pass(
             self.lm, slots, embeds[:, None], self.loss, prompt_bos=self.prompt_bos
@@ -208,11 +231,10 @@ class GCG(Inverter):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            barred = self._barred_columns(self.lm).to(gradient.device)
             columns = parameter.argmax(-1)
             candidates = propose_swaps(
                 columns,
-                gradient.masked_fill(barred, torch.inf),
+                -self.vocabulary.bar_(-gradient, slot.target),
                 self.topk,
                 self.search_width,
                 self.n_replace,
@@ -230,11 +252,10 @@ class GCG(Inverter):
 
     def _score(self, slot: Slot, columns: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and teacher-forced outputs of candidates, charged to the slot."""
-        token_ids = self.lm.prompt_token_ids.to(columns.device)
         losses, output_ids, tokens_read = score_candidates(
             self.lm,
-            token_ids[columns],
-            token_ids[candidates],
+            self.vocabulary.ids(columns),
+            self.vocabulary.ids(candidates),
             slot.target,
             self.loss,
             self.prompt_bos,
@@ -243,29 +264,14 @@ class GCG(Inverter):
         return losses, output_ids
 
     def _survivors(self, candidates: Tensor) -> Tensor:
-        """The candidates whose text encodes to the same ids again; all of them if none does."""
-        if not self.filter_ids:
+        """The candidates that survive decoding and encoding; if none does, and none must, all."""
+        must_round_trip = self.vocabulary.must_round_trip
+        if not (self.filter_ids or must_round_trip):
             return candidates
-        ids = self.lm.prompt_token_ids.to(candidates.device)[candidates].tolist()
-        keep = [self.lm.encode(self.lm.decode(row)) == row for row in ids]
-        if not any(keep):
+        keep = [round_trips(self.lm, row) for row in self.vocabulary.ids(candidates).tolist()]
+        if not any(keep) and not must_round_trip:
             return candidates
         return candidates[torch.tensor(keep, device=candidates.device)]
 
     def _set(self, slot: Slot, columns: Tensor) -> None:
         self.Z[slot.index].zero_().scatter_(-1, columns[:, None], 1.0)
-
-    def _column_of(self, token_id: int) -> int:
-        return int(torch.searchsorted(self.lm.prompt_token_ids, token_id))
-
-    def _barred_columns(self, lm: FrozenLM) -> Tensor:
-        """Special tokens, and unless allowed those that are not printable ASCII, (V,)."""
-        if self._barred is None:
-            special = set(lm.tokenizer.all_special_ids)
-            barred = []
-            for token_id in lm.prompt_token_ids.tolist():
-                text = lm.decode([token_id])
-                is_plain = self.allow_non_ascii or (text.isascii() and text.isprintable())
-                barred.append(token_id in special or not is_plain)
-            self._barred = torch.tensor(barred)
-        return self._barred

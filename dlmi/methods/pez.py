@@ -23,18 +23,20 @@ from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.slots import Slot
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 Metric = Literal["cosine", "euclidean"]
 
 
-def nearest_columns(points: Tensor, matrix: Tensor, metric: Metric) -> Tensor:
-    """Row of `matrix` that is nearest to each point: (..., d) and (V, d) to (...)."""
+def nearness(points: Tensor, matrix: Tensor, metric: Metric) -> Tensor:
+    """How near each point is to each row of `matrix`: (..., d) and (V, d) to (..., V)."""
+    products: Tensor = points @ matrix.T
     if metric == "cosine":
         # The points' own lengths do not change which row is nearest.
-        lengths = torch.linalg.vector_norm(matrix, dim=-1).clamp_min(1e-12)
-        nearest: Tensor = (points @ matrix.T / lengths).argmax(-1)
-        return nearest
-    return (points @ matrix.T - matrix.square().sum(-1) / 2).argmax(-1)
+        lengths: Tensor = torch.linalg.vector_norm(matrix, dim=-1)
+        return products / lengths.clamp_min(1e-12)
+    return products - matrix.square().sum(-1) / 2
 
 
 class PEZ(Inverter):
@@ -50,6 +52,9 @@ class PEZ(Inverter):
         weight_decay: AdamW's weight decay.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the start. On the command line: `seed_everything`.
     """
 
@@ -64,9 +69,20 @@ class PEZ(Inverter):
         weight_decay: float = 0.1,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_positive("model", lr=lr)
         if weight_decay < 0:
             raise InputError(
@@ -83,17 +99,17 @@ class PEZ(Inverter):
 
     def initialise(self, slot: Slot) -> None:
         """The embeddings of random tokens."""
-        count = len(self.lm.prompt_token_ids)
+        allowed = self.vocabulary.allowed_columns(slot.target)
         device = slot.generator.device
-        columns = torch.randint(
-            count, (self.prompt_length,), generator=slot.generator, device=device
+        picks = torch.randint(
+            len(allowed), (self.prompt_length,), generator=slot.generator, device=device
         )
-        self.Z[slot.index].copy_(self.lm.prompt_embedding_matrix[columns])
+        self.Z[slot.index].copy_(self.vocabulary.matrix[allowed[picks]])
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss at the projection, whose gradient goes to Z."""
         continuous = torch.stack([self.Z[slot.index] for slot in slots])  # (B, N, d)
-        projected = self.lm.embed(self.prompt_ids(slots)).to(continuous.dtype)
+        projected = self.lm.embed(self._nearest_ids(slots)).to(continuous.dtype)
         embeds = with_forward(continuous, projected)[:, None]  # (B, 1, N, d)
         losses, output_ids = target_pass(
             self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
@@ -104,13 +120,19 @@ class PEZ(Inverter):
         """One prompt, forward and backward."""
         return 2 * (self.prompt_length + target_length - 1)
 
-    @torch.no_grad()
     def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The nearest tokens, (B, N)."""
+        rows = zip(slots, self._nearest_ids(slots), strict=True)
+        return torch.cat([self.mended(slot, ids[None]) for slot, ids in rows])
+
+    @torch.no_grad()
+    def _nearest_ids(self, slots: Sequence[Slot]) -> Tensor:
         continuous = torch.stack([self.Z[slot.index] for slot in slots])
-        matrix = self.lm.prompt_embedding_matrix.to(continuous.dtype)
-        columns = nearest_columns(continuous, matrix, self.metric)
-        return self.lm.prompt_token_ids.to(columns.device)[columns]
+        matrix = self.vocabulary.matrix.to(continuous.dtype)
+        scores = nearness(continuous, matrix, self.metric)  # (B, N, V)
+        for slot, mine in zip(slots, scores, strict=True):
+            self.vocabulary.bar_(mine, slot.target)
+        return self.vocabulary.ids(scores.argmax(-1))
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW on the continuous prompt."""

@@ -32,6 +32,8 @@ from dlmi.score_function import (
 )
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
 class REINFORCE(Inverter):
@@ -49,6 +51,9 @@ class REINFORCE(Inverter):
         lr: Adam's learning rate.
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the samples. On the command line: `seed_everything`.
     """
 
@@ -65,9 +70,20 @@ class REINFORCE(Inverter):
         lr: float = 0.1,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_at_least_one("model", num_samples=num_samples)
         check_positive("model", lr=lr)
         if baseline == "rloo" and num_samples < 2:
@@ -88,11 +104,11 @@ class REINFORCE(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V)."""
-        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+        return {"Z": (self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
         """Z from N(0, 1)."""
-        self.Z[slot.index].normal_(generator=slot.generator)
+        self.vocabulary.bar_(self.Z[slot.index].normal_(generator=slot.generator), slot.target)
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The surrogate of each slot; the loss reported is the mean over its samples."""
@@ -100,7 +116,7 @@ class REINFORCE(Inverter):
             sample_columns(self.Z[slot.index], self.num_samples, slot.noise_seed())
             for slot in slots
         ]  # (S, N) each
-        token_ids = self.lm.prompt_token_ids.to(columns[0].device)[torch.stack(columns)]
+        token_ids = self.vocabulary.ids(torch.stack(columns))
         with torch.no_grad():
             losses, output_ids = target_pass(
                 self.lm,

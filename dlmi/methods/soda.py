@@ -26,6 +26,8 @@ from dlmi.prompt_forms import Relaxation
 from dlmi.relaxation import row_entropy
 from dlmi.slots import Slot
 from dlmi.soft_embedding import soft_embedding
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
 class DecayingAdam(Optimizer):
@@ -98,6 +100,9 @@ class SODA(Inverter):
         reinit_every: Steps after which z starts anew from N(0, 0.1^2).
         eval_every: Steps between two greedy decodes of the discrete prompt.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         seed: With the target's id it fixes the restarts. On the command line: `seed_everything`.
     """
 
@@ -116,9 +121,20 @@ class SODA(Inverter):
         reinit_every: int = 1500,
         eval_every: int = 16,
         prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens = "all",
+        forbid_target_tokens: ForbiddenTokens = "none",
         seed: int = 0,
     ) -> None:
-        super().__init__(prompt_length, steps, token_budget, eval_every, prompt_bos, seed)
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         check_positive("model", tau=tau, lr=lr, decay=decay)
         check_at_least_one("model", reset_every=reset_every, reinit_every=reinit_every)
         if decay > 1 or not all(0 <= beta < 1 for beta in betas):
@@ -139,11 +155,11 @@ class SODA(Inverter):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V)."""
-        return {"Z": (self.prompt_length, len(self.lm.prompt_token_ids))}
+        return {"Z": (self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
         """Zeros."""
-        self.Z[slot.index].zero_()
+        self.vocabulary.bar_(self.Z[slot.index].zero_(), slot.target)
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The margin of the relaxed prompt; the discrete one is checked beside it."""
@@ -152,7 +168,7 @@ class SODA(Inverter):
                 self._restart(slot)
         logits = [self.Z[slot.index] for slot in slots]
         tau = logits[0].new_full((len(slots), self.prompt_length), self.tau)
-        embeds = soft_embedding(logits, tau, self.lm.prompt_embedding_matrix)  # (B, 1, N, d)
+        embeds = soft_embedding(logits, tau, self.vocabulary.matrix)  # (B, 1, N, d)
         losses, _ = target_pass(self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos)
         return StepLosses(losses[:, 0], self._check(slots))
 
@@ -169,7 +185,8 @@ class SODA(Inverter):
 
     @torch.no_grad()
     def _restart(self, slot: Slot) -> None:
-        self.Z[slot.index].normal_(std=0.1, generator=slot.generator)
+        parameter = self.Z[slot.index]
+        self.vocabulary.bar_(parameter.normal_(std=0.1, generator=slot.generator), slot.target)
         self.forget_moments(slot)
 
     def token_passes_per_step(self, target_length: int) -> int:

@@ -9,6 +9,8 @@ from dlmi.results import Inversion
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
+# Which tokens a prompt may hold, unrestricted. Rows from before there was a choice lack them.
+_UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none"}
 
 Role = Literal["DLMI", "DLMI-TF", "GBDA", "REINFORCE", "SODA"]
 
@@ -33,8 +35,10 @@ def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
     """Which of the paper's methods this is, whatever its label; None for what it does not have.
 
     What makes the method must agree (estimator, temperature, teacher forcing, loss); step size,
-    samples and tau may differ.
+    samples and tau may differ. The paper's prompts may hold any token.
     """
+    if any(settings.get(name, free) != free for name, free in _UNRESTRICTED.items()):
+        return None
     has_paper_loss = settings.get("loss", "cross_entropy") == "cross_entropy"
     is_relaxed = settings.get("estimator", "gumbel_softmax") == "gumbel_softmax"
     forced = bool(settings.get("teacher_forcing"))
@@ -64,7 +68,8 @@ def natural_order(label: str) -> list[tuple[int, str]]:
 def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list[str]:
     """What each run is called: its name in a comparison, else the paper's.
 
-    Runs of one name that differ in settings get those added.
+    Runs of one name that differ in settings get those added, and runs whose prompts may not hold
+    every token always say so.
 
     Args:
         names: In a comparison; None outside of one.
@@ -74,17 +79,21 @@ def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list
         paper_name(first.method, first.settings) if name is None else name
         for name, first in zip(names, firsts, strict=True)
     ]
-    settings = [{"method": first.method, **first.settings} for first in firsts]
+    settings = [{"method": first.method, **_UNRESTRICTED, **first.settings} for first in firsts]
     labels = []
     for name, mine in zip(found, settings, strict=True):
         alike = [other for label, other in zip(found, settings, strict=True) if label == name]
         differing = [
             f"{key}={mine.get(key)}"
             for key in dict.fromkeys(key for other in alike for key in other)
-            if key not in _AXES and _differs(key, alike)
+            if key not in _AXES and (_differs(key, alike) or _is_restricted(key, mine))
         ]
         labels.append(f"{name} {' '.join(differing)}" if differing else name)
     return labels
+
+
+def _is_restricted(name: str, settings: Mapping[str, Any]) -> bool:
+    return name in _UNRESTRICTED and settings[name] != _UNRESTRICTED[name]
 
 
 def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:

@@ -10,7 +10,8 @@ at h,
     \frac{\partial L}{\partial Z} = \sum_s \frac{p}{\tau} (G E^T - G \cdot h), \quad
     \frac{\partial L}{\partial \tau} = - \sum_{s, v} \frac{p x}{\tau} (G E^T - G \cdot h),
 
-so that no row has to be seen twice. Sums are float32 or better, whatever the LM's dtype.
+so that no row has to be seen twice. A logit of -inf bars its token: its weight and its gradient are
+exactly 0. Sums are float32 or better, whatever the LM's dtype.
 
 `plain` does it with PyTorch alone, on any device; `kernels` has Triton kernels for CUDA and ROCm,
 taken where Triton is at hand. Both walk the same groups of rows (`rows`) and draw the same noise.
@@ -45,7 +46,7 @@ def soft_embedding(
     """Embeddings of relaxed prompts, differentiable in the logits and the temperatures.
 
     Args:
-        logits: Z of each slot, B tensors (N, V).
+        logits: Z of each slot, B tensors (N, V); -inf bars a token.
         tau: Temperatures, (B, N).
         matrix: What each token embeds to, E (V, d), in any floating dtype.
         seeds: A noise seed for each slot; None for rows without noise.
@@ -141,6 +142,7 @@ def compare_backends(backend: ModuleType, device: torch.device) -> float:
     """The largest difference of a backend from `plain` over results and gradients."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 3000, generator=generator).to(device)
+    logits[:, :1100] = -torch.inf  # barred: more than a tile of them
     matrix = torch.randn(3000, 16, generator=generator).to(device)
     tau = torch.tensor([[0.5, 1.0, 20.0]], device=device)
     results = []

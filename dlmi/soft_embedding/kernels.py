@@ -23,6 +23,7 @@ _SHIFT = tl.constexpr(SHIFT)
 _MULTIPLIER = tl.constexpr(MULTIPLIER % 2**32)
 _SIGN_MASK = tl.constexpr(SIGN_MASK)
 _UNIT = tl.constexpr(UNIT)
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, is no nan
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,7 +76,7 @@ def _sums_kernel(
     logits += (row % positions).to(tl.int64) * count
     mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
     inverse_tau = tl.load(inverse_taus + row)
-    peak = tl.full((), -float("inf"), inverse_tau.dtype)
+    peak = tl.full((), _LOWEST, inverse_tau.dtype)
     total = tl.zeros((), inverse_tau.dtype)
     largest = tl.zeros((), tl.int64)
     for start in range(0, count, TILE):
@@ -174,7 +175,7 @@ def _gradient_kernel(
         product = tl.load(products + row.to(tl.int64) * width + offsets, mask=inside, other=0.0)
         by_x = tl.where(inside, (product - tl.load(means + row)) * tl.exp(x), 0.0)
         by_logit += by_x
-        by_tau += by_x * tl.where(inside, x, 0.0)
+        by_tau += by_x * tl.where(x > _LOWEST, x, 0.0)  # barred: -inf times 0 would be nan
     place = logit_gradients + position.to(tl.int64) * count + first + offsets
     before = tl.load(place, mask=inside, other=0.0)
     tl.store(place, before + by_logit * inverse_tau, mask=inside)

@@ -21,7 +21,8 @@ _MINIMUM_COLUMNS = 256  # narrower blocks would make the product with E slow
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`; `largest` only if `hard`."""
     sums.soft.zero_()
-    sums.peak.fill_(-torch.inf)
+    # Finite, so that a block of barred entries, all -inf, is no nan after the subtraction.
+    sums.peak.fill_(torch.finfo(sums.peak.dtype).min)
     sums.total.zero_()
     for columns, x in _blocks(group):
         if hard:
@@ -66,6 +67,7 @@ def backward(
             logit_gradients[slot][:, columns].addcmul_(rows.sum(0), inverse_tau[slot])
         if tau_gradient is not None:
             # A row of `product` sums to zero, so x may be taken from its peak: nothing cancels.
+            x.clamp_min_(torch.finfo(x.dtype).min)  # a barred entry: -inf times 0 would be nan
             by_tau = x.mul_(product).sum(-1, keepdim=True).mul_(group.inverse_tau / _LOG2_E)
             for slot, rows in group.split(by_tau):
                 tau_gradient[slot].sub_(rows.sum((0, 2)))
