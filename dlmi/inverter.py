@@ -3,53 +3,39 @@
 It owns the slots' parameters and nothing else; the LM belongs to the data module. One
 `Trainer.fit` inverts the whole queue: a training step is one optimisation step of every slot in
 flight, and a slot whose target is solved, or whose budget is spent, reports its row and takes the
-next target at once.
-
-A method fills five holes: which tensors a slot has (`parameter_shapes`), how they start
-(`initialise`), the loss of each slot (`losses`), what that costs (`token_passes_per_step`), and the
-discrete prompt that they stand for (`prompt_ids`). The discrete prompt is what is measured, always.
-
-Axes: B slots in flight, N prompt tokens, M target tokens.
+next target at once. Several ranks do so side by side and take from one queue.
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.checks import check_run
 from dlmi.compiled import CompileDecision
-from dlmi.data import TargetDataModule
-from dlmi.errors import InputError, check_at_least_one
+from dlmi.errors import InputError
 from dlmi.failures import mark_failures
 from dlmi.identity import check_checkpoint, check_row, run_identity, settings_of
-from dlmi.judge import Judge
-from dlmi.lm import FrozenLM
+from dlmi.method import Method
 from dlmi.news import News
-from dlmi.passes import StepLosses
 from dlmi.precision import drop_gradient_scaler
-from dlmi.prompt_forms import Relaxation
 from dlmi.ranks import Ranks
 from dlmi.results import Inversion, build_row, describe_environment
-from dlmi.round_trip import mend_prompts
 from dlmi.saved_slots import SavedSlots, pack_slots
-from dlmi.slots import Budget, Slot
+from dlmi.slots import Slot
 from dlmi.strategy import ranks_of
 from dlmi.target_queue import TargetQueue
 from dlmi.targets import fingerprint_targets
-from dlmi.token_sets import AllowedTokens, check_allowed_tokens
-from dlmi.vocabulary import ForbiddenTokens, Vocabulary
+from dlmi.token_sets import AllowedTokens
+from dlmi.vocabulary import ForbiddenTokens
 
 
-class Inverter(LightningModule, ABC):
-    """Base of all methods.
+class Inverter(Method):
+    """Base of all methods: leads a queue of targets through the slots.
 
     Args:
         prompt_length: Tokens of a prompt, N.
@@ -64,13 +50,12 @@ class Inverter(LightningModule, ABC):
 
     Attributes:
         ranks: The processes of the run.
+        news: What they tell each other.
         queue: Targets that wait for a slot, of any rank.
         finished: Rows of this rank; on rank 0, of all.
         folder: Where the run's files go.
         stop_requested: Set by anyone who wants the run to end after its step.
     """
-
-    Z: nn.ParameterList
 
     def __init__(
         self,
@@ -83,126 +68,26 @@ class Inverter(LightningModule, ABC):
         forbid_target_tokens: ForbiddenTokens,
         seed: int,
     ) -> None:
-        super().__init__()
-        check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
-        if token_budget is not None:
-            check_at_least_one("model", token_budget=token_budget)
-        check_allowed_tokens(allowed_tokens)
-        self.save_hyperparameters()
-        self.prompt_length = prompt_length
-        self.budget = Budget(steps, token_budget)
-        self.eval_every = eval_every
-        self.prompt_bos = prompt_bos
-        self.allowed_tokens: AllowedTokens = allowed_tokens
-        self.forbid_target_tokens: ForbiddenTokens = forbid_target_tokens
-        self.seed = seed
-        self.slots: list[Slot | None] = []
+        super().__init__(
+            prompt_length,
+            steps,
+            token_budget,
+            eval_every,
+            prompt_bos,
+            allowed_tokens,
+            forbid_target_tokens,
+            seed,
+        )
         self.ranks = Ranks.alone()
+        self.news = News()
         self.queue = TargetQueue(self.ranks)
         self.finished: list[Inversion] = []
         self.folder = Path()
         self.stop_requested = False
         self._finished_ids: set[str] = set()
         self._saved = SavedSlots()
-        self.news = News()
         self._clock = 0.0
         self._environment: dict[str, Any] = {}
-        self._vocabulary: Vocabulary | None = None
-
-    # ---- what a method fills in
-
-    @abstractmethod
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors of one slot by name: Z, and Phi where temperatures are learned."""
-
-    @abstractmethod
-    def initialise(self, slot: Slot) -> None:
-        """Fill a slot's tensors for a new target, in place, with the slot's own generator."""
-
-    @abstractmethod
-    def losses(self, slots: Sequence[Slot]) -> StepLosses:
-        """One loss per slot, to be descended; charges the slots for the passes it makes."""
-
-    @abstractmethod
-    def token_passes_per_step(self, target_length: int) -> int:
-        """What one step costs a target of that many tokens, at most."""
-
-    @abstractmethod
-    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The discrete prompts that the slots stand for now, (B, N)."""
-
-    def final_prompt_ids(self, slot: Slot) -> Tensor | None:
-        """More discrete prompts to try when the budget is spent, (C, N); none by default."""
-        return None
-
-    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
-        """Per-position numbers worth a look, such as `tau`, (N,); for TensorBoard and rows."""
-        return {}
-
-    def relaxation(self, slot: Slot) -> Relaxation | None:
-        """The distributions over tokens that a slot stands for, where the method has them."""
-        return None
-
-    def token_sets(self) -> list[AllowedTokens]:
-        """Sets that a prompt's tokens must be in: what `allowed_tokens` says, and the method."""
-        return [self.allowed_tokens]
-
-    def check_lm(self, lm: FrozenLM) -> None:
-        """Raise `InputError` where the method's settings do not fit the LM."""
-
-    # ---- what methods share
-
-    @property
-    def data(self) -> TargetDataModule:
-        """The data module of the run."""
-        data = getattr(self.trainer, "datamodule", None)
-        if not isinstance(data, TargetDataModule):
-            raise InputError("Expected `Trainer.fit` to get a TargetDataModule as `datamodule`.")
-        return data
-
-    @property
-    def lm(self) -> FrozenLM:
-        """The frozen LM."""
-        return self.data.lm
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The tokens that the run's prompts may hold, by column of Z."""
-        if self._vocabulary is None or self._vocabulary.lm is not self.lm:
-            self._vocabulary = Vocabulary(self.lm, self.token_sets(), self.forbid_target_tokens)
-        return self._vocabulary
-
-    @property
-    def judge(self) -> Judge:
-        """What the discrete prompts are measured by."""
-        return Judge(self.lm, self.prompt_bos, self.vocabulary.must_round_trip)
-
-    @property
-    def active(self) -> list[Slot]:
-        """The slots in flight."""
-        return [slot for slot in self.slots if slot is not None]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64."""
-        return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
-
-    def argmax_prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The ids of the largest logits, mended where they must be, (B, N)."""
-        columns = [self.Z[slot.index].detach().argmax(-1) for slot in slots]
-        rows = zip(slots, columns, strict=True)
-        return torch.cat([self.mended(slot, self.vocabulary.ids(c)[None]) for slot, c in rows])
-
-    def mended(self, slot: Slot, prompt_ids: Tensor) -> Tensor:
-        """Prompts of a slot, (R, N), that survive decoding and encoding where they must."""
-        if not self.vocabulary.must_round_trip:
-            return prompt_ids
-
-        def preferences() -> Tensor | None:
-            relaxation = self.relaxation(slot)
-            return None if relaxation is None else relaxation.logits.detach()
-
-        return mend_prompts(self.vocabulary, slot, prompt_ids, preferences)
 
     def check_own(self, row: Inversion) -> None:
         """Raise `InputError` unless a row could have come from this very run."""
@@ -213,12 +98,6 @@ class Inverter(LightningModule, ABC):
     def inversion_callbacks(self) -> list[InversionCallback]:
         """Those that follow targets."""
         return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
-
-    def forget_moments(self, slot: Slot) -> None:
-        """Let the optimiser start anew on a slot's tensors, as for a new target."""
-        for name in self.parameter_shapes():
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.pop(getattr(self, name)[slot.index], None)
 
     # ---- Lightning's hooks, in the order of a run
 

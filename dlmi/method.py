@@ -1,0 +1,176 @@
+"""What a method is: the holes that each fills, and what all of them share.
+
+A method fills five holes: which tensors a slot has (`parameter_shapes`), how they start
+(`initialise`), the loss of each slot (`losses`), what that costs (`token_passes_per_step`), and the
+discrete prompt that they stand for (`prompt_ids`). The discrete prompt is what is measured, always.
+How a queue of targets is led through the slots is the business of `Inverter`.
+
+Axes: B slots in flight, N prompt tokens, M target tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from dlmi.data import TargetDataModule
+from dlmi.errors import InputError, check_at_least_one
+from dlmi.judge import Judge
+from dlmi.lm import FrozenLM
+from dlmi.passes import StepLosses
+from dlmi.prompt_forms import Relaxation
+from dlmi.round_trip import mend_prompts
+from dlmi.slots import Budget, Slot
+from dlmi.token_sets import AllowedTokens, check_allowed_tokens
+from dlmi.vocabulary import ForbiddenTokens, Vocabulary
+
+
+class Method(LightningModule, ABC):
+    """Slots with their tensors, and the equations that move them.
+
+    Args:
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: optimisation steps a target may use.
+        token_budget: Budget in token passes: tokens sent forward or backward through the LM.
+        eval_every: Steps between two greedy decodes of the discrete prompt.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        seed: With the target's id it fixes the noise.
+
+    Attributes:
+        slots: The targets in flight; None where there is none.
+    """
+
+    Z: nn.ParameterList
+
+    def __init__(
+        self,
+        prompt_length: int,
+        steps: int,
+        token_budget: int | None,
+        eval_every: int,
+        prompt_bos: bool,
+        allowed_tokens: AllowedTokens,
+        forbid_target_tokens: ForbiddenTokens,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
+        if token_budget is not None:
+            check_at_least_one("model", token_budget=token_budget)
+        check_allowed_tokens(allowed_tokens)
+        self.save_hyperparameters()
+        self.prompt_length = prompt_length
+        self.budget = Budget(steps, token_budget)
+        self.eval_every = eval_every
+        self.prompt_bos = prompt_bos
+        self.allowed_tokens: AllowedTokens = allowed_tokens
+        self.forbid_target_tokens: ForbiddenTokens = forbid_target_tokens
+        self.seed = seed
+        self.slots: list[Slot | None] = []
+        self._vocabulary: Vocabulary | None = None
+
+    # ---- what a method fills in
+
+    @abstractmethod
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of one slot by name: Z, and Phi where temperatures are learned."""
+
+    @abstractmethod
+    def initialise(self, slot: Slot) -> None:
+        """Fill a slot's tensors for a new target, in place, with the slot's own generator."""
+
+    @abstractmethod
+    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+        """One loss per slot, to be descended; charges the slots for the passes it makes."""
+
+    @abstractmethod
+    def token_passes_per_step(self, target_length: int) -> int:
+        """What one step costs a target of that many tokens, at most."""
+
+    @abstractmethod
+    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The discrete prompts that the slots stand for now, (B, N)."""
+
+    def final_prompt_ids(self, slot: Slot) -> Tensor | None:
+        """More discrete prompts to try when the budget is spent, (C, N); none by default."""
+        return None
+
+    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
+        """Per-position numbers worth a look, such as `tau`, (N,); for TensorBoard and rows."""
+        return {}
+
+    def relaxation(self, slot: Slot) -> Relaxation | None:
+        """The distributions over tokens that a slot stands for, where the method has them."""
+        return None
+
+    def token_sets(self) -> list[AllowedTokens]:
+        """Sets that a prompt's tokens must be in: what `allowed_tokens` says, and the method."""
+        return [self.allowed_tokens]
+
+    def check_lm(self, lm: FrozenLM) -> None:
+        """Raise `InputError` where the method's settings do not fit the LM."""
+
+    # ---- what methods share
+
+    @property
+    def data(self) -> TargetDataModule:
+        """The data module of the run."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TargetDataModule):
+            raise InputError("Expected `Trainer.fit` to get a TargetDataModule as `datamodule`.")
+        return data
+
+    @property
+    def lm(self) -> FrozenLM:
+        """The frozen LM."""
+        return self.data.lm
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that the run's prompts may hold, by column of Z."""
+        if self._vocabulary is None or self._vocabulary.lm is not self.lm:
+            self._vocabulary = Vocabulary(self.lm, self.token_sets(), self.forbid_target_tokens)
+        return self._vocabulary
+
+    @property
+    def judge(self) -> Judge:
+        """What the discrete prompts are measured by."""
+        return Judge(self.lm, self.prompt_bos, self.vocabulary.must_round_trip)
+
+    @property
+    def active(self) -> list[Slot]:
+        """The slots in flight."""
+        return [slot for slot in self.slots if slot is not None]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64."""
+        return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+
+    def argmax_prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The ids of the largest logits, mended where they must be, (B, N)."""
+        columns = [self.Z[slot.index].detach().argmax(-1) for slot in slots]
+        rows = zip(slots, columns, strict=True)
+        return torch.cat([self.mended(slot, self.vocabulary.ids(c)[None]) for slot, c in rows])
+
+    def mended(self, slot: Slot, prompt_ids: Tensor) -> Tensor:
+        """Prompts of a slot, (R, N), that survive decoding and encoding where they must."""
+        if not self.vocabulary.must_round_trip:
+            return prompt_ids
+
+        def preferences() -> Tensor | None:
+            relaxation = self.relaxation(slot)
+            return None if relaxation is None else relaxation.logits.detach()
+
+        return mend_prompts(self.vocabulary, slot, prompt_ids, preferences)
+
+    def forget_moments(self, slot: Slot) -> None:
+        """Let the optimiser start anew on a slot's tensors, as for a new target."""
+        for name in self.parameter_shapes():
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.pop(getattr(self, name)[slot.index], None)
