@@ -22,7 +22,7 @@ from dlmi.cli import main
 from dlmi.memory import graph_bytes
 
 LLAMAS = ["llama", "llama_untied"]
-MACHINE = Machine(3e11, 2e11, 1e11, 2e10, 1e10, 3e10, (3e-9, 4e-9), (2e-4, 4e-4), 3e-3, 2e-4)
+MACHINE = Machine(3e11, 2e11, 1e11, 2e10, 3e10, (3e-9, 4e-9), (2e-4, 4e-4), 3e-3, 2e-4)
 
 
 @pytest.fixture(params=LLAMAS)

@@ -24,7 +24,6 @@ from dlmi.soft_embedding import soft_embedding
 _REPEATS = 9
 _ROWS = (16, 512)  # products are measured at, a line is drawn through
 _MATRIX_BYTES = 200e6  # more than the caches hold, as an LM's weights are
-_HEAD = (4, 8)  # rows, positions with logits
 _ATTENTION = (8, 100)  # rows, tokens
 _CHAIN = 16
 _ACTIVATIONS = (512, 2048)
@@ -48,7 +47,6 @@ def calibrate(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Machine
         flops_float32=flops if dtype == torch.float32 else matmul_flops(device, torch.float32),
         attention_flops=_attention_speed(sizes, device, dtype),
         weight_bandwidth=weight_bandwidth,
-        head_bandwidth=_head_bandwidth(sizes, flops, device, dtype),
         bandwidth=_elementwise_bandwidth(device, dtype),
         entry_seconds=_entry_seconds(device),
         layer_seconds=(forward, both - forward),
@@ -104,20 +102,6 @@ def _product_speed(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tu
     per_row = (seconds[1] - seconds[0]) / (_ROWS[1] - _ROWS[0])
     reading = max(seconds[0] - _ROWS[0] * per_row, 0.01 * seconds[0])
     return 2 * weights / per_row, weights * dtype.itemsize / reading
-
-
-def _head_bandwidth(sizes: Sizes, flops: float, device: torch.device, dtype: torch.dtype) -> float:
-    """Of the head on the last positions of some rows, what its operations take taken off."""
-    rows, keep = _HEAD
-    head = torch.rand(sizes.vocabulary, sizes.width, device=device, dtype=dtype)
-    hidden = torch.rand(rows, 2 * keep, sizes.width, device=device, dtype=dtype).requires_grad_()
-
-    def both_ways() -> None:
-        torch.autograd.grad(F.linear(hidden[:, -keep:], head).sum(), hidden)
-
-    seconds = _median_seconds(both_ways, device)
-    computing = 4 * rows * keep * head.numel() / flops
-    return 2 * rows * head.nbytes / max(seconds - computing, 0.01 * seconds)
 
 
 def _attention_speed(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> float:

@@ -32,7 +32,6 @@ class Machine:
         flops_float32: Of one in float32, which the products with E are.
         attention_flops: Of fused attention.
         weight_bandwidth: Bytes of weights that a product takes in, per second.
-        head_bandwidth: The same of the head, whose product is a batch of one per row.
         bandwidth: Bytes that elementwise work reads and writes, per second.
         entry_seconds: Of one entry of a soft embedding, noise and softmax: forward, backward.
         layer_seconds: Of a layer, however few its tokens: forward, backward.
@@ -44,7 +43,6 @@ class Machine:
     flops_float32: float
     attention_flops: float
     weight_bandwidth: float
-    head_bandwidth: float
     bandwidth: float
     entry_seconds: tuple[float, float]
     layer_seconds: tuple[float, float]
@@ -135,11 +133,10 @@ class CostModel:
     def _products(self, rows: int, tokens: int, keep: int) -> float:
         lm, head = self.lm, self.lm.vocabulary * self.lm.width
         operations = lm.pass_operations(rows, tokens, keep) - lm.attention_operations(rows, tokens)
-        reading = lm.block_weights * lm.weight_bytes / self.machine.weight_bandwidth
         # The last positions of many rows are no matrix but a batch: each row reads the head.
         head_reads = rows if keep < tokens else 1
-        reading += head_reads * head * lm.weight_bytes / self.machine.head_bandwidth
-        return operations / self.machine.flops + reading
+        weights = (lm.block_weights + head_reads * head) * lm.weight_bytes
+        return operations / self.machine.flops + weights / self.machine.weight_bandwidth
 
     def _elementwise(self, tokens: int, accesses: int) -> float:
         bytes_moved = tokens * accesses * self.lm.layers * self.lm.weight_bytes

@@ -46,7 +46,6 @@ class DataSheet:
             flops_float32=share * self.flops_float32,
             attention_flops=share * self.flops / 2,
             weight_bandwidth=bandwidth,
-            head_bandwidth=bandwidth,
             bandwidth=bandwidth,
             entry_seconds=(_ENTRY_BYTES[0] / bandwidth, _ENTRY_BYTES[1] / bandwidth),
             layer_seconds=(0.0, 0.0),
@@ -108,7 +107,7 @@ def targets_per_hour(lm: Sizes, size: Size, steps: int, share: float) -> float:
 def _print_gpu_table() -> None:
     print(
         "| LM | N, M, S, steps | weights | state per slot | pass per slot | slots: one pass, cut |"
-        " step, 8 slots | targets per hour: 1 GPU | 8 | 64 |"
+        " step | targets per hour: 1 GPU | 8 | 64 |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, config in LMS.items():
