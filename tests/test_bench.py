@@ -37,11 +37,14 @@ def test_matmul_speed_is_plausible():
 
 
 def test_operations_are_those_of_the_passes(lm):
-    """Two per weight and token, forward and backward, the head on the target positions only."""
+    """Two per weight and token, forward and backward, the head on the target positions only.
+
+    Attention makes two products forward and five backward.
+    """
     floor = Floor(lm, 5, 3, torch.tensor([[4, 5, 6, 7]]))
     layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 32  # q and o, k and v, the gated MLP
-    attention = 2 * 2 * 8 * 16  # layers, scores and their use, tokens, width
-    passes = 4 * 3 * (8 * (2 * layer + attention) + 32 * 16 * 4)
+    attention = (2 + 5) * 2 * 2 * 3 * 8 * 8 * 16  # operations, layers, rows, tokens, tokens, width
+    passes = 4 * 3 * (8 * 2 * layer + 32 * 16 * 4) + attention
     assert floor.operations() == passes + 4 * 3 * 5 * 31 * 16
 
 

@@ -12,6 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dlmi.bench.calibration import calibrate
+from dlmi.bench.cost_model import CostModel, Machine
+from dlmi.bench.lm_sizes import Sizes
+from dlmi.bench.prediction import Prediction, compare_with_clock
 from dlmi.bench.refill import RefillTimes, time_refill
 from dlmi.bench.scaling import Growth, measure_growth
 from dlmi.bench.steps import SHAPES, StepTimes, time_steps
@@ -23,7 +27,7 @@ from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DType
 from dlmi.results import describe_environment
 
-Part = Literal["steps", "refill", "scaling"]
+Part = Literal["steps", "refill", "scaling", "model"]
 
 
 def bench_command(arguments: list[str]) -> int:
@@ -43,7 +47,7 @@ def bench_command(arguments: list[str]) -> int:
         "--parts",
         type=list[Part],
         default=["steps", "refill", "scaling"],
-        help="What to measure.",
+        help="What to measure; `model` checks the cost model of docs/scaling.md on this machine.",
     )
     parser.add_argument("--repeats", type=int, default=7, help="Timed steps; medians are shown.")
     parser.add_argument(
@@ -107,6 +111,17 @@ def _measure(config: Any) -> dict[str, Any]:
                 status.update(f"growth: {growth.name} done")
             screen.print(_growth_table(growths))
             report["scaling"] = [dataclasses.asdict(growth) for growth in growths]
+        if "model" in config.parts:
+            status.update("speed of this machine's parts")
+            sizes = Sizes.of(lm.model)
+            costs = CostModel(sizes, calibrate(sizes, lm.device, lm.dtype))
+            status.update("steps and a run, to be compared with the cost model")
+            predictions = list(compare_with_clock(lm, costs, config.repeats))
+            screen.print(_machine_table(costs.machine), _prediction_table(predictions))
+            report["machine_speed"] = dataclasses.asdict(costs.machine)
+            report["predictions"] = [
+                {**dataclasses.asdict(p), "ratios": p.ratios()} for p in predictions
+            ]
     return report
 
 
@@ -174,6 +189,41 @@ def _growth_table(growths: list[Growth]) -> Table:
             " ".join(f"{s:.2f}" for s in growth.seconds),
             f"{growth.exponent:.2f}",
         )
+    return table
+
+
+def _machine_table(machine: Machine) -> Table:
+    table = _table("Speed of this machine's parts", "", "")
+    for name, value, unit in (
+        ("products of the LM's shapes", machine.flops / 1e9, "Gflop/s"),
+        ("products in float32", machine.flops_float32 / 1e9, "Gflop/s"),
+        ("attention", machine.attention_flops / 1e9, "Gflop/s"),
+        ("reading weights", machine.weight_bandwidth / 1e9, "GB/s"),
+        ("elementwise", machine.bandwidth / 1e9, "GB/s"),
+        ("noise and softmax, forward", machine.entry_seconds[0] * 1e9, "ns per entry"),
+        ("noise and softmax, backward", machine.entry_seconds[1] * 1e9, "ns per entry"),
+        ("a layer, forward", machine.layer_seconds[0] * 1e3, "ms"),
+        ("a layer, backward", machine.layer_seconds[1] * 1e3, "ms"),
+        ("around a step", machine.step_seconds * 1e3, "ms"),
+        ("the same, per slot", machine.slot_seconds * 1e3, "ms"),
+    ):
+        table.add_row(name, f"{value:.3g} {unit}")
+    return table
+
+
+def _prediction_table(lines: list[Prediction]) -> Table:
+    table = _table("Cost model: predicted / measured", "", "N", "M", "S", "slots")
+    for column in ("predicted s", "measured s", "ratio", "predicted MB", "measured MB", "ratio"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        ratios, size = line.ratios(), line.size
+        cells = [line.what, *map(str, (size.N, size.M, size.S, size.slots))]
+        cells += [f"{line.predicted_seconds:.4g}", f"{line.seconds:.4g}"]
+        cells.append(f"{ratios['seconds']:.2f}")
+        if line.peak_bytes is not None and line.predicted_peak_bytes is not None:
+            megabytes = (line.predicted_peak_bytes / 1e6, line.peak_bytes / 1e6)
+            cells += [*(f"{value:.1f}" for value in megabytes), f"{ratios['peak']:.2f}"]
+        table.add_row(*cells)
     return table
 
 

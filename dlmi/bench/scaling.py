@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from dlmi.bench.lm_sizes import Size
 from dlmi.bench.timing import StepClock, run_quietly
 from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
@@ -19,25 +20,6 @@ SIZES = {
     "V": (6144, 12288, 24576, 49152),
     "slots": (1, 2, 4),
 }
-
-
-@dataclass(frozen=True)
-class Size:
-    """What a step costs by.
-
-    Attributes:
-        N: Prompt tokens.
-        M: Target tokens.
-        S: Samples.
-        V: Tokens that a prompt may hold; 0 for all.
-        slots: Targets side by side.
-    """
-
-    N: int = 20
-    M: int = 8
-    S: int = 2
-    V: int = 0
-    slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,14 +66,24 @@ def measure_growth(lm: FrozenLM, repeats: int) -> Iterator[Growth]:
 
 
 def _step_seconds(lm: FrozenLM, size: Size, repeats: int) -> float:
-    ids = lm.prompt_token_ids[: size.M].tolist()
-    targets = [Target(f"bench {slot}", tuple(ids), "") for slot in range(size.slots)]
+    with _fewer_tokens(lm, size.V):
+        return statistics.median(measure_steps(lm, size, repeats).seconds)
+
+
+def measure_steps(lm: FrozenLM, size: Size, repeats: int) -> StepClock:
+    """Time the steps of a real run, and the memory of one of them, over all tokens of the LM."""
+    targets = bench_targets(lm, size.slots, size.M)
     module = DLMI(size.N, steps=repeats + 2, num_samples=size.S, eval_every=repeats + 2)
     clock = StepClock(lm.device)
-    with _fewer_tokens(lm, size.V):
-        data = TargetDataModule.of(lm, targets, batch_size=size.slots, compile=False)
-        run_quietly(module, data, [clock])
-    return statistics.median(clock.seconds)
+    data = TargetDataModule.of(lm, targets, batch_size=size.slots, compile=False)
+    run_quietly(module, data, [clock])
+    return clock
+
+
+def bench_targets(lm: FrozenLM, count: int, length: int) -> list[Target]:
+    """Targets that no step is likely to solve."""
+    ids = lm.prompt_token_ids[:length].tolist()
+    return [Target(f"bench {index}", tuple(ids), "") for index in range(count)]
 
 
 @contextmanager

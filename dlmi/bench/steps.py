@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from dlmi.bench.lm_sizes import Size, Sizes
 from dlmi.bench.textbook import TextbookProcess
 from dlmi.bench.timing import StepClock, peak_of, run_quietly, seconds_of
 from dlmi.compiled import CompileSetting
@@ -201,23 +202,9 @@ class Floor:
 
     def operations(self) -> float:
         """Floating-point operations of a step: products with weights, attention, E."""
-        samples, length, width = self.embeds.shape
-        target_length = self.target_ids.shape[1]
-        tokens = length + target_length - 1
-        vocabulary = len(self.lm.embedding_matrix)
-        # Lookups cost nothing, the head is counted by itself.
-        outside = [m for m in self.lm.model.modules() if isinstance(m, nn.Embedding)]
-        outside.append(self.lm.model.get_output_embeddings())
-        not_in_blocks = {id(p) for module in outside for p in module.parameters()}
-        blocks = sum(
-            p.numel()
-            for p in self.lm.model.parameters()
-            if p.ndim == 2 and id(p) not in not_in_blocks
-        )
-        attention = self.lm.num_layers * 2 * tokens * width  # scores and their use, per token
-        head = vocabulary * width * target_length
-        passes = 2 * 2 * samples * (tokens * (blocks + attention) + head)  # forward and backward
-        return float(passes + 2 * 2 * samples * length * len(self.matrix) * width)
+        samples, length, _ = self.embeds.shape
+        size = Size(length, self.target_ids.shape[1], samples, len(self.matrix))
+        return Sizes.of(self.lm.model).step_operations(size)
 
 
 def _random_ids(lm: FrozenLM, rows: int, length: int) -> Tensor:
