@@ -206,16 +206,18 @@ class InversionCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InversionCallback):
                 callback.continues = continues
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if self.trainer.is_global_zero:
-            self._claim_folder(continues)
+            _check_writable(folder)
+            if not continues:
+                refuse_used_folder(folder)
         self.datamodule.load(self.trainer.strategy.root_device)
         check_run(self.trainer, self.datamodule, self.model)
+        if self.trainer.is_global_zero:
+            self._claim(folder)
 
-    def _claim_folder(self, continues: bool) -> None:
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        _check_writable(folder)
-        if not continues:
-            refuse_used_folder(folder)
+    def _claim(self, folder: Path) -> None:
+        """From here on the folder is this run's."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResultWriter):
                 callback.claim(folder)
