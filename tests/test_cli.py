@@ -290,7 +290,10 @@ def bad_inputs():
             [*model, "--trainer.devices", "2", "--data.lm_device_map", "auto"],
             ["trainer.devices", "data.lm_device_map", "2 ranks"],
         ),
-        "ranks": ([*model, "--trainer.devices", "2"], ["devices", "2"]),
+        "ranks": (
+            [*model, "--trainer.devices", "2", "--trainer.strategy", "ddp"],
+            ["`trainer.strategy`", "DDPStrategy", "Leave"],
+        ),
     }
 
 
