@@ -9,11 +9,21 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from dlmi.errors import InputError, RunStopped
 
 LAST = "last.ckpt"
-_UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, KeyError)
+
+# What Lightning and the inverter take from a checkpoint, and of which type.
+_PARTS: dict[str, type] = {
+    "epoch": int,
+    "global_step": int,
+    "loops": dict,
+    "state_dict": dict,
+    "inversion": dict,
+}
+_OWN_PARTS: dict[str, type] = {"identity": dict, "slots": list, "finished_ids": list}
 
 
 def checkpoint_name(rank: int) -> str:
@@ -46,7 +56,7 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     for candidate in (path, before(path)):
         try:
             found = torch.load(candidate, map_location="cpu", weights_only=True, mmap=mmap)
-        except _UNREADABLE as error:
+        except Exception as error:  # torch raises whatever a broken file makes it raise
             problem = problem or error
             continue
         if candidate != path:
@@ -55,10 +65,37 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
             break
         return found
     reason = f" ({str(problem).splitlines()[0][:200]})" if problem and str(problem) else ""
+    if isinstance(problem, pickle.UnpicklingError):  # torch would advise to run what is in it
+        reason = ": it holds more than data, which could run code, so it was not read"
     raise InputError(
         f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {path} is not one{reason}. "
         "Give another, or go on without: `--continue_run true` keeps the rows of the run's folder."
     )
+
+
+def check_checkpoint_file(path: Path) -> None:
+    """Raise `InputError` unless a file is a checkpoint of dlmi.
+
+    Args:
+        path: The file; if it was cut short, the one before it counts.
+    """
+    checkpoint = read_checkpoint(path, mmap=True)
+    try:
+        migrate_checkpoint(checkpoint)  # as Lightning will, if the version is one
+        parts = [(checkpoint, _PARTS), (checkpoint["inversion"], _OWN_PARTS)]
+        missing = [
+            name
+            for holder, kinds in parts
+            for name, kind in kinds.items()
+            if not isinstance(holder[name], kind)
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        missing = [str(error)]
+    if missing:
+        raise InputError(
+            f"Expected `ckpt_path` to be a checkpoint of dlmi, but {path} is that of another "
+            f"program, or broken ({missing[0]})."
+        )
 
 
 class WholeCheckpoints(TorchCheckpointIO):

@@ -12,6 +12,8 @@ from typing import NoReturn
 from dlmi.bench import bench_command
 from dlmi.commands import targets_command, verify_command
 from dlmi.compare import compare_command
+from dlmi.config_files import screen_yaml_files
+from dlmi.display import visible
 from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
 from dlmi.fit import fit_command
 from dlmi.full_disk import watch_threads
@@ -56,13 +58,16 @@ def main(args: Sequence[str] | None = None) -> None:
     _quieten()
     keep_freed_memory()
     watch_threads()
+    screen_yaml_files()
     try:
         sys.exit(COMMANDS[command](arguments[1:]))
+    except UnicodeDecodeError as error:
+        fail(f"Expected files of UTF-8 text, but one is not ({error}).")
     except ValueError as error:
         fail(str(input_error_behind(error)))
     except (RunStopped, OSError) as error:
         stopped = run_stopped_behind(error)
-        print(f"dlmi: stopped: {' '.join(str(stopped).split())}", file=sys.stderr)
+        print(f"dlmi: stopped: {visible(' '.join(str(stopped).split()))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("dlmi: interrupted", file=sys.stderr)
@@ -71,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def fail(message: str) -> NoReturn:
     """One line on stderr, exit code 2."""
-    print(f"dlmi: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"dlmi: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,16 +1,18 @@
 """The commands beside `fit`: writing targets, and decoding found prompts again."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from dlmi.data import TargetDataModule
+from dlmi.display import visible
 from dlmi.errors import InputError
 from dlmi.evaluation import evaluate_prompts
 from dlmi.lm import FrozenLM
@@ -24,6 +26,14 @@ from dlmi.transfer import add_transfer_arguments, report_transfer
 class CommandParser(ArgumentParser):
     """Errors as `InputError`, so that they end like all others."""
 
+    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """As the base class, but for `null`, which that takes for a value of any type."""
+        config: Namespace = super().parse_args(*args, **kwargs)
+        for name, default in self.get_defaults().items():
+            if default is not None and config.get(name) is None:
+                raise InputError(f"Expected `{name}` to have a value, but got null. Leave it out.")
+        return config
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise it."""
         raise InputError(message)
@@ -31,7 +41,7 @@ class CommandParser(ArgumentParser):
 
 def check_new_file(out: Path) -> None:
     """Raise `InputError` unless `--out` can be written without overwriting anything."""
-    if out.exists():
+    if os.path.lexists(out):  # a link that leads nowhere too
         raise InputError(f"Expected `--out` to be a new file, but {out} exists.")
     if not out.absolute().parent.is_dir():
         raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
@@ -114,7 +124,7 @@ def verify_command(arguments: list[str]) -> int:
     table.add_row("exact from text", str(sum(r.round_trip_lcs == 1 for r in rows)), str(exact_text))
     Console().print(table)
     for failure in failures:
-        print(failure)
+        print(visible(failure))
     print(f"{len(rows)} rows, {len(failures)} recorded values do not hold")
     return 1 if failures else 0
 
@@ -125,16 +135,20 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
         return ["prompt or target is empty"], False, False
     lm.check_ids([*row.prompt_ids, *row.target_ids], f"row {row.target_id}")
     prompt_bos = bool(row.settings.get("prompt_bos", False))
+    length = prompt_bos + len(row.prompt_ids) + len(row.target_ids)
+    if lm.max_positions is not None and length > lm.max_positions:
+        return [f"{length} tokens are more than {lm.name} has positions"], False, False
     target = Target(row.target_id, row.target_ids, row.target_text)
     prompt_ids = torch.tensor([row.prompt_ids], device=lm.device)
     now = evaluate_prompts(lm, prompt_ids, [target], [row.best_step], prompt_bos)[0]
-    now_text_lcs = text_lcs(lm, row.prompt_text, row.target_ids, prompt_bos)
+    prompt_text = lm.decode(row.prompt_ids)
+    now_text_lcs = text_lcs(lm, prompt_text, row.target_ids, prompt_bos)
     is_exact = now.output_ids == row.target_ids
     recorded_and_now: dict[str, tuple[Any, Any]] = {
         "output_ids": (row.output_ids, now.output_ids),
         "lcs": (row.lcs, now.lcs),
         "exact": (row.exact, is_exact),
-        "prompt_text": (row.prompt_text, lm.decode(row.prompt_ids)),
+        "prompt_text": (row.prompt_text, prompt_text),
         "round_trip_lcs": (row.round_trip_lcs, now_text_lcs),
     }
     problems = [

@@ -76,7 +76,7 @@ def escape_markdown(text: str) -> str:
     >>> escape_markdown("<b>|*")
     '&#60;b&#62;&#124;&#42;'
     """
-    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
+    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in visible(text))
 
 
 def summary_table(rows: Sequence[Inversion]) -> Table:

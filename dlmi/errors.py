@@ -18,26 +18,38 @@ class RunStopped(RuntimeError):
     """
 
 
-def input_error_behind(error: BaseException) -> InputError:
-    """The user's mistake behind an error (jsonargparse wraps it); any other error is raised."""
+def find_input_error(error: BaseException) -> InputError | None:
+    """The user's mistake behind an error (jsonargparse wraps it), if there is one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InputError):
             return cause
         cause = cause.__cause__
+    return None
+
+
+def input_error_behind(error: BaseException) -> InputError:
+    """The same; any other error is raised."""
+    if found := find_input_error(error):
+        return found
     raise error
 
 
 def run_stopped_behind(error: BaseException) -> RunStopped:
-    """What stopped a run, behind errors that came of it; any other error is raised."""
+    """What stopped a run, behind errors that came of it; what is no fault of the system is raised.
+
+    The system's are a full disk, a folder that may not be written, a file that has gone.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RunStopped):
             return cause
         cause = cause.__cause__ or cause.__context__
-    if not is_disk_full(error):
+    if not isinstance(error, OSError):
         raise error
-    place = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    if not is_disk_full(error):
+        return RunStopped(f"the system refused ({error}).")
+    place = f" ({error.filename})" if error.filename else ""
     return RunStopped(
         f"the disk is full{place}. What was written before is whole: make room, then resume."
     )

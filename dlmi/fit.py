@@ -1,9 +1,11 @@
 """`fit` through LightningCLI: any method, any setting, resumed or anew."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 from jsonargparse import Namespace, lazy_instance  # type: ignore[attr-defined]
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
@@ -24,10 +27,10 @@ from dlmi import slurm
 from dlmi.callbacks import InversionProgress, ResultWriter, RunCheckpoint, TensorBoardDetails
 from dlmi.callbacks.base import InversionCallback
 from dlmi.callbacks.results import refuse_used_folder
-from dlmi.checkpoints import LAST, before
+from dlmi.checkpoints import LAST, before, check_checkpoint_file
 from dlmi.checks import check_precision, check_run
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError, input_error_behind
+from dlmi.errors import InputError, find_input_error, input_error_behind
 from dlmi.inverter import Inverter
 from dlmi.strategy import TargetParallelStrategy
 from dlmi.version import __version__
@@ -106,7 +109,8 @@ class OneLineParser(LightningArgumentParser):
 def _clearer(message: str) -> str:
     """Jsonargparse's message, with the way out where it leaves one open."""
     methods = ", ".join(dlmi.methods.__all__)
-    if unknown := re.search(r"Expected a dot import path string: (\S+)", message):
+    unknown = re.search(r"Expected a dot import path string: (\S+)", message)
+    if unknown and 'key "model"' in message:
         return f"Expected `model` to be a method ({methods}), but got {unknown[1]!r}."
     if "required: fit.model" in message:
         return (
@@ -168,7 +172,9 @@ class InversionCLI(LightningCLI):
         config = self.config.fit
         check_precision(config.trainer.precision)  # the trainer itself fails on some, in many lines
         config.weights_only = True  # a checkpoint is data: it never runs code
-        if config.trainer.strategy == "auto" and _ranks_wanted(config.trainer) > 1:
+        with _told_in_one_line():
+            ranks = _ranks_wanted(config.trainer)
+        if config.trainer.strategy == "auto" and ranks > 1:
             config.trainer.strategy = TargetParallelStrategy.__name__
         self._go_on_after_requeue(config)
         if config.continue_run and not config.ckpt_path:
@@ -182,6 +188,7 @@ class InversionCLI(LightningCLI):
                 f"Expected `ckpt_path` to be a checkpoint file, but {config.ckpt_path!r} is not "
                 "one. They lie in `lightning_logs/version_*/checkpoints`."
             )
+        check_checkpoint_file(checkpoint)
         run = checkpoint.resolve().parents[1]
         logger = config.trainer.logger
         if checkpoint.parent.name == "checkpoints" and hasattr(logger, "init_args"):
@@ -199,6 +206,15 @@ class InversionCLI(LightningCLI):
         if folder := slurm.earlier_folder(runs, self._settings_key):
             options.version = folder.name
             config.continue_run = True
+
+    def _set_seed(self) -> None:
+        with _told_in_one_line():
+            super()._set_seed()
+
+    def instantiate_classes(self) -> None:
+        """Make trainer, method and data; what cannot be made of the settings is their mistake."""
+        with _told_in_one_line():
+            super().instantiate_classes()
 
     def before_fit(self) -> None:
         """Refuse bad input before a run folder is made and before other ranks are started."""
@@ -229,6 +245,19 @@ def _ranks_wanted(trainer: Namespace) -> int:
     names = ("accelerator", "devices", "num_nodes")
     probe = Trainer(**{name: trainer[name] for name in names}, logger=False)
     return probe.world_size
+
+
+@contextlib.contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Turn what Lightning and jsonargparse raise for settings of no use into `InputError`."""
+    try:
+        yield
+    except (ValueError, TypeError, ArithmeticError, MisconfigurationException) as error:
+        reason = _clearer(str(error)).strip().partition("\n")[0][:300].rstrip(".")
+        hint = "One of them is null; leave it out." if "NoneType" in str(error) else ""
+        raise find_input_error(error) or InputError(
+            f"Expected settings that a run can be made of, but got others ({reason}). {hint}"
+        ) from error
 
 
 def _last_checkpoint(logger: Any) -> str | None:
@@ -263,7 +292,8 @@ class _PlannedCLI(InversionCLI):
 
     def instantiate_classes(self) -> None:
         """All but the trainer, so that mistakes in settings show."""
-        self.model = self.parser.instantiate_classes(self.config).model
+        with _told_in_one_line():
+            self.model = self.parser.instantiate_classes(self.config).model
 
 
 def plan_fit(config: Path, overrides: dict[str, Any]) -> tuple[dict[str, Any], Inverter]:

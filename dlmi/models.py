@@ -72,7 +72,7 @@ def load_lm(
     with _quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(source, **options)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # broken files make the readers raise whatever they like
             raise InputError(_no_model_message(name, error)) from error
         _refuse_other_kinds(name, config)
         torch_dtype = _torch_dtype(dtype, device, config)
@@ -83,7 +83,7 @@ def load_lm(
             model: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, device_map=device_map, **bits, **options
             )
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except Exception as error:  # broken files make the readers raise whatever they like
             is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
             message = _not_so_message if is_placed else _no_model_message
             raise InputError(message(name, error)) from error
@@ -104,7 +104,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 def _read_tokenizer(name: str, source: str, options: dict[str, bool]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the same
         raise InputError(
             f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
             f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
@@ -233,6 +233,11 @@ def _hub_is_out_of_reach() -> bool:
 
 
 def _no_model_message(name: str, error: Exception) -> str:
+    if "Weights only load failed" in str(error):
+        return (
+            f"Expected `lm` to be plain weights, but the .bin files of {name!r} hold more than "
+            "tensors, which could run code, so they were not read. Give safetensors instead."
+        )
     return (
         f"Expected `lm` to be a hub id that can be reached, a folder or a .gguf file, but {name!r} "
         f"could not be loaded ({_first_line(error)}). Without a network, use the packaged model: "

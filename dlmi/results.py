@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlmi.errors import InputError, RunStopped
 from dlmi.evaluation import bos_prefix
+from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
@@ -130,18 +131,8 @@ class Inversion:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Inversion":
-        """The inverse of `to_json_line`, after `json.loads`."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in names if name not in row]:
-            raise InputError(f"Expected a result row to hold `{missing[0]}`, but it does not.")
-        values = {name: row[name] for name in names}
-        for kind in ("target", "prompt", "output"):
-            for unit in ("ids", "tokens"):
-                values[f"{kind}_{unit}"] = tuple(values[f"{kind}_{unit}"])
-        values["trace"] = tuple(_trace_point(point) for point in values["trace"])
-        values["discrete_loss"] = _number(values["discrete_loss"])
-        values["diagnostics"] = {name: tuple(v) for name, v in values["diagnostics"].items()}
-        return cls(**values)
+        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        return build(cls, row)
 
 
 def _finite(value: Any) -> Any:
@@ -153,16 +144,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _trace_point(values: dict[str, Any]) -> TracePoint:
-    point = TracePoint(**values)
-    means = {name: _number(mean) for name, mean in point.means.items()}
-    return dataclasses.replace(point, discrete_loss=_number(point.discrete_loss), means=means)
 
 
 def build_row(
@@ -351,19 +332,19 @@ def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
         files = results_files(path) or [path / RESULTS_FILE]
         return best_of_each(row for file in files for row in read_rows(file, tolerate_cut))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = list(read_lines(path))
+    except OSError as error:
         raise InputError(
             f"Expected RESULTS to be a results.jsonl or its run folder, but got {path} ({error})."
         ) from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         try:
-            rows.append(Inversion.from_json(json.loads(line)))
-        except (json.JSONDecodeError, InputError, TypeError) as error:
-            if tolerate_cut and number == len(lines):
+            rows.append(Inversion.from_json(parse_object(line)))
+        except InputError as error:
+            if tolerate_cut and number == lines[-1][0]:
                 break
             raise InputError(
-                f"Expected {path}, line {number}, to be a result row, but it is not ({error})."
+                f"Expected {path}, line {number}, to be a result row, but {error}."
             ) from error
     return rows

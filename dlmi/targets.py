@@ -4,6 +4,7 @@ They come from Algorithm 2 of the DLMI paper, whose difficulty k is the mean ran
 token under the LM itself, or from a file, or from literal texts.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError
+from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
 
 _WALK_ROWS = 64  # bounds the memory of generation: rows x M x V logits are held at once
@@ -50,13 +52,8 @@ class Target:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Target":
-        """The inverse of `to_json`."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        values: dict[str, Any] = {name: row[name] for name in names if name in row}
-        for name, value in values.items():
-            if isinstance(value, list):
-                values[name] = tuple(value)
-        return cls(**values)
+        """The inverse of `to_json`; `InputError` where a value is of another type."""
+        return build(cls, row)
 
 
 def generate_targets(
@@ -179,25 +176,19 @@ def texts_to_targets(lm: FrozenLM, texts: Sequence[str]) -> list[Target]:
 
 def read_targets(lm: FrozenLM, path: Path) -> list[Target]:
     """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"Expected `targets_file` to be a readable UTF-8 file, but got {path} ({error})."
-        ) from error
     is_jsonl = path.suffix in (".jsonl", ".json")
     targets = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"`targets_file` {path}, line {number}"
-        default_id = f"line_{number}"
-        target = (
-            _from_json_line(lm, line, default_id, where)
-            if is_jsonl
-            else _from_text(lm, line, default_id, where)
-        )
-        targets.append(target)
+    try:
+        for number, line in read_lines(path):
+            where = f"`targets_file` {path}, line {number}"
+            # Editors on Windows open a file with a mark and end its lines with a return.
+            line = line.removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")
+            read = _from_json_line if is_jsonl else _from_text_line
+            targets.append(read(lm, line, f"line_{number}", where))
+    except OSError as error:
+        raise InputError(
+            f"Expected `targets_file` to be a readable file, but got {path} ({error})."
+        ) from error
     if not targets:
         raise InputError(
             f"Expected `targets_file` to hold at least one target, but {path} is empty. "
@@ -219,33 +210,38 @@ def fingerprint_targets(targets: Iterable[Target]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _from_json_line(lm: FrozenLM, line: str, default_id: str, where: str) -> Target:
+def _from_json_line(lm: FrozenLM, line: bytes, default_id: str, where: str) -> Target:
     def fail(expected: str, got: object) -> InputError:
         return InputError(f"Expected {where} to {expected}, but got {str(got)[:80]!r}.")
 
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise fail(f"be a JSON object ({error.msg} at column {error.colno})", line) from error
-    if not isinstance(row, dict) or not ("ids" in row or "text" in row):
-        raise fail("be a JSON object with `ids` or `text`", line)
-    row = {"id": default_id, **row}
-    if not isinstance(row["id"], str) or not row["id"]:
-        raise fail("have a string as `id`", row["id"])
-    if row.get("k") is not None and type(row["k"]) is not int:
-        raise fail("have a whole number as `k`", row["k"])
-    if "ids" not in row:
-        if not isinstance(row["text"], str):
-            raise fail("have a string as `text`", row["text"])
-        target = _from_text(lm, row["text"], row["id"], where)
-        return dataclasses.replace(target, k=row.get("k"))
-    ids = row["ids"]
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        row = {"id": default_id, **parse_object(line)}
+        if not ("ids" in row or "text" in row):
+            raise InputError("it has neither")
+    except InputError as error:
+        expected = "to be a JSON object with `ids` or `text`"
+        raise InputError(f"Expected {where} {expected}, but {error}.") from error
+    ids = row.get("ids", [])
+    if "ids" in row and not (ids and isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise fail("have a non-empty list of token ids as `ids`", ids)
+    try:
+        # Without a text it is that of the ids, and the other way round, once both are known good.
+        target = Target.from_json({"text": "", **row, "ids": ids})
+    except InputError as error:
+        raise InputError(f"Expected {where} to be a target, but {error}.") from error
+    if not target.id:
+        raise fail("have a name as `id`", target.id)
+    if "ids" not in row:
+        return dataclasses.replace(_from_text(lm, target.text, target.id, where), k=target.k)
     lm.check_ids(ids, where)
-    if not isinstance(row.setdefault("text", lm.decode(ids)), str):
-        raise fail("have a string as `text`", row["text"])
-    return Target.from_json(row)
+    return target if "text" in row else dataclasses.replace(target, text=lm.decode(ids))
+
+
+def _from_text_line(lm: FrozenLM, line: bytes, target_id: str, where: str) -> Target:
+    try:
+        return _from_text(lm, line.decode("utf-8"), target_id, where)
+    except UnicodeDecodeError as error:
+        raise InputError(f"Expected {where} to be UTF-8, but it is not ({error}).") from error
 
 
 def _from_text(lm: FrozenLM, text: str, target_id: str, where: str) -> Target:

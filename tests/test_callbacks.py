@@ -112,3 +112,17 @@ def test_summary_table_counts_by_k(logged_run):
     text = console.file.getvalue()
     assert "│   1 │       2 │" in text
     assert "│ all │       4 │" in text
+
+
+def test_target_ids_are_shown_without_their_escape_codes(data, fit, tmp_path, capsys):
+    file = tmp_path / "targets.jsonl"
+    file.write_text('{"id": "[bold]\\u001b[31m\\u202e", "text": "w1 w2"}\n')
+    made = data(targets_file=str(file))
+    fit(DLMI(**SMALL), made, callbacks=[InversionProgress()], enable_progress_bar=True)
+    shown = capsys.readouterr().out
+    assert "[bold]\\x1b[31m\\u202e" in shown
+    assert not set(shown) & {"\x1b", "\u202e"}
+
+
+def test_markdown_spells_bidi_characters_out():
+    assert "202e" in escape_markdown("a\u202eb")

@@ -1,15 +1,19 @@
 """The command line as a user meets it: help, configs, runs, resume, mistakes."""
 
+import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from dlmi import __version__, read_rows
@@ -357,3 +361,119 @@ def test_bad_input_of_the_other_commands(arguments, expected, tmp_path, capfd):
     (tmp_path / "bad.jsonl").write_text('{"lcs": 1}\n')
     assert run(*arguments) == 2
     assert expected in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+class RunsCode:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("hit",)
+
+
+def write_zip(file):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/b", "c")
+
+
+OF_LIGHTNING = {"state_dict": {}, "pytorch-lightning_version": "2.6.0", "epoch": 1}
+CHECKPOINTS = {
+    "payload": (lambda file: torch.save({"inversion": RunsCode()}, file), "could run code"),
+    "bare_payload": (lambda file: file.write_bytes(pickle.dumps(RunsCode())), "whole checkpoint"),
+    "text": (lambda file: file.write_text("hello\n"), "whole checkpoint"),
+    "empty": (lambda file: file.write_bytes(b""), "whole checkpoint"),
+    "zip": (write_zip, "whole checkpoint"),
+    "list": (lambda file: torch.save([1], file), "whole checkpoint"),
+    "other_program": (lambda file: torch.save(OF_LIGHTNING, file), "another program"),
+    "version": (
+        lambda file: torch.save({**OF_LIGHTNING, "pytorch-lightning_version": "x"}, file),
+        "another program",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused_and_runs_nothing(name, tiny_flags, tmp_path, capfd):
+    make, expected = CHECKPOINTS[name]
+    make(tmp_path / "x.ckpt")
+    assert run("fit", *MODEL_FLAGS, *tiny_flags, "--ckpt_path", "x.ckpt") == 2
+    [line] = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("dlmi: error: Expected `ckpt_path`")
+    assert expected in line
+    assert os.listdir() == ["x.ckpt"], "ran, or left something behind"
+
+
+def unfolding(levels="abcdefg"):
+    """A few lines that stand for ten million values."""
+    lines = [f"a: &a [{','.join(['x'] * 10)}]"]
+    lines += [f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(levels)]
+    return "\n".join(lines)
+
+
+HOSTILE_CONFIGS = {
+    "cycle": ("model: DLMI\na: &a [*a]\n", "refers to itself"),
+    "cycle_in_model": ("model: &a {class_path: DLMI, init_args: *a}\n", "refers to itself"),
+    "depth": ("model: " + "[" * 100_000, "nested too deeply"),
+    "unfolding": (unfolding(), "too many values"),
+    "object": ("model: !!python/object/apply:os.mkdir [hit]\n", "python/object"),
+    "binary": (b"\xff\xfe\x00", "UTF-8"),
+    "null": ("model: {class_path: DLMI, init_args: {lr: null}}\n", "null"),
+    "seed": ("model: DLMI\nseed_everything: -5\n", "-5"),
+    "accelerator": ("model: DLMI\ntrainer: {accelerator: banana}\n", "banana"),
+    "max_steps": ("model: DLMI\ntrainer: {max_steps: -7}\n", "max_steps"),
+    "logger": ("model: DLMI\ntrainer: {logger: banana}\n", "`trainer.logger`"),
+    "infinity": ("model: DLMI\ncheckpoint: {every_minutes: .inf}\n", "infinity"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_CONFIGS)
+def test_hostile_configs_are_one_clear_line(name, tmp_path, capfd):
+    text, expected = HOSTILE_CONFIGS[name]
+    (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert run("fit", "--config", "c.yaml", "--data.lm", "./nowhere") == 2
+    [line] = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("dlmi: error: ")
+    assert expected in line
+    assert os.listdir() == ["c.yaml"]
+
+
+def test_anchors_in_a_config_still_work(tmp_path, capfd):
+    (tmp_path / "c.yaml").write_text("data: {per_k: &n 2, batch_size: *n}\nmodel: DLMI\n")
+    assert run("fit", "--config", "c.yaml", "--print_config") == 0
+    assert "batch_size: 2" in capfd.readouterr().out
+
+
+def test_errors_show_no_escape_codes(capfd):
+    assert run("verify", "\x1b[31m\u202e") == 2
+    error = capfd.readouterr().err
+    assert "\\x1b[31m" in error
+    assert not set(error) & {"\x1b", "\u202e"}
+
+
+def test_verify_of_hostile_rows(tiny_flags, tmp_path, capfd):
+    assert run("fit", *MODEL_FLAGS, "--model.steps", "2", *tiny_flags) == 0
+    results = tmp_path / "lightning_logs" / "version_0" / "results.jsonl"
+    row = json.loads(results.read_text().split("\n")[0])
+    capfd.readouterr()
+
+    def verify(**changes):
+        results.write_text(json.dumps({**row, **changes}) + "\n")
+        code = run("verify", results)
+        said = "".join(capfd.readouterr())
+        assert "\x1b" not in said
+        return code, said
+
+    assert verify(target_id="\x1b[31m", lcs=0.123)[0] == 1
+    code, said = verify(dtype="load")
+    assert code == 2
+    assert "`dtype`" in said
+    assert "positions" in verify(prompt_ids=[4] * 100)[1]
+
+
+def test_what_the_system_refuses_is_one_clear_line(monkeypatch, capfd):
+    def refused(arguments):
+        raise PermissionError(13, "Permission denied", "/x")
+
+    monkeypatch.setitem(COMMANDS, "report", refused)
+    assert run("report") == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("dlmi: stopped: the system refused ([Errno 13] Permission denied")

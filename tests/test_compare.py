@@ -1,6 +1,7 @@
 """The grid: its plan, its cells as ordinary runs, restarts, failures, mistakes."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from test_cli import run
 
 from dlmi import read_rows
 from dlmi.compare.cells import CellRun
+from dlmi.compare.command import _results_table
 from dlmi.compare.grid import Grid, MethodSpec, plan
 from dlmi.errors import InputError
 from dlmi.fit import plan_fit
@@ -313,3 +316,31 @@ def test_errors_name_the_method_of_the_grid(grid):
     settings = as_grid(grid(methods={"X": {"config": "gcg.yaml", "model": {"tau": 1}}}))
     with pytest.raises(InputError, match="methods.X"):
         plan(settings, CONFIGS)
+
+
+def test_names_of_the_grid_stay_in_its_folder(grid):
+    soda = {"config": "soda.yaml"}
+    methods = {"[/b]../../x\x1b[31m": soda, "???": soda}
+    names = [cell.name for cell in plan(as_grid(grid(methods=methods)), CONFIGS)]
+    assert names == ["b_.._.._x_31m-N4-seed0", "_-N4-seed0"]
+
+
+def test_labels_and_models_are_shown_as_text(copied, capsys):
+    [group] = load([copied]).groups
+    hostile = "[/b]\x1b[31m"
+    series = tuple(dataclasses.replace(s, label=hostile) for s in group.series)
+    table = _results_table(dataclasses.replace(group, model=hostile, series=series))
+    Console(width=200).print(table)
+    shown = capsys.readouterr().out
+    assert shown.count("[/b]\\x1b[31m") == 1 + len(series)
+    assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("change", [{"settings": []}, {"spent": "long"}, {"is_done": 1}])
+def test_a_cell_file_of_others_is_refused(copied, grid, change, capsys):
+    file = copied / "SODA-N4-seed0" / "cell.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert run("compare", "--config", write(grid()), "--dry_run") == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "cell.json" in line
+    assert f"`{next(iter(change))}`" in line

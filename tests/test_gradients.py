@@ -622,6 +622,9 @@ def test_own_trajectories_differ_and_a_common_one_is_shared(tiny_flags, tmp_path
         (["--data.k", "[40]"], "`k`"),
         (["--nonsense", "1"], "nonsense"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "run: null"], "`run"),
+        (["--config", "run: {prompt_length: null}"], "`run.prompt_length` to have a value"),
+        (["--config", "trajectory: null"], "`trajectory`"),
     ],
 )
 def test_bad_input_is_one_clear_line(flags, expected, tiny_flags, tmp_path, capfd):

@@ -1,5 +1,6 @@
 """The packaged model: real weights, a real answer, a real inversion."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -88,3 +89,41 @@ def test_remote_code_is_off_unless_asked(model_folder, monkeypatch):
         with pytest.raises(InputError, match="stop here"):
             load_lm(str(model_folder()), **options)
     assert seen == [False, True]
+
+
+class RunsCode:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_weights_that_would_run_code_are_refused(model_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(), folder)
+    torch.save({"lm_head.weight": RunsCode(tmp_path / "hit")}, folder / "pytorch_model.bin")
+    load_lm(str(folder))  # safetensors come first
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="could run code.*safetensors"):
+        load_lm(str(folder))
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", "garbage" * 9),
+        ("config.json", '{"model_type": "llama", "hidden_size": "x"}'),
+        ("config.json", "[" * 100_000),
+        ("tokenizer.json", "{}"),
+    ],
+    ids=["weights", "type", "depth", "tokenizer"],
+)
+def test_broken_folders_are_named(model_folder, tmp_path, file, content):
+    shutil.copytree(model_folder(), tmp_path / "model")
+    (tmp_path / "model" / file).write_text(content)
+    with pytest.raises(InputError, match="Expected `lm` to .*model"):
+        load_lm(str(tmp_path / "model"))

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import math
+import os
 import re
 from types import SimpleNamespace
 
@@ -15,9 +16,10 @@ from markdown_it import MarkdownIt
 from matplotlib.collections import PolyCollection
 from scipy import stats
 
-from dlmi import DLMI, InputError, TargetDataModule
+from dlmi import DLMI, InputError, TargetDataModule, read_rows
 from dlmi.cli import main
 from dlmi.gradients import GradientRow, Statistic
+from dlmi.gradients.rows import read_gradient_rows
 from dlmi.gradients.statistics import STATISTICS
 from dlmi.report import claim_rules
 from dlmi.report.bars import draw_bars
@@ -397,8 +399,9 @@ def test_csv_is_plain_and_runs_no_formula():
     assert lines[1] == [shown(HOSTILE) + "=1+1␣<b>␣c", "-1.5"]
     assert lines[2] == ["", "3e-09"]
     assert "\x1b" not in text
-    formula = ReportTable("t", "", "", ("x",), ((ModelText([("=1", False)]),),))
-    assert csv_table(formula) == "x\n'=1\n"
+    cells = (ModelText([("=1", False)]), "=cmd()", "@a", "-1.5", "-1+cmd()")
+    formulas = ReportTable("t", "", "", ("=x", *"abcd"), (cells,))
+    assert csv_table(formulas) == "'=x,a,b,c,d\n'=1,'=cmd(),'@a,-1.5,'-1+cmd()\n"
 
 
 def test_latex_has_no_active_characters_in_cells():
@@ -822,3 +825,87 @@ def test_bad_input_is_one_clear_line(
 def test_load_names_the_missing_path(tmp_path):
     with pytest.raises(InputError, match="nowhere does not exist"):
         load([tmp_path / "nowhere"])
+
+
+def test_odd_line_separators_do_not_tear_a_row_apart(make_row, write_run):
+    row = make_row(0.5, prompt_text="a\u2028b\x85c\x0cd", target="x\x1cy")
+    folder = write_run("odd", [row])
+    assert read_rows(folder) == [row]
+    assert load([folder]).groups[0].rows == [row]
+
+
+def test_a_row_cut_within_a_character_is_left_out_on_resume(make_row, write_run):
+    folder = write_run("cut", [make_row(0.5, target="a")])
+    line = make_row(0.5, target="🙂").to_json_line().encode()
+    with (folder / "results.jsonl").open("ab") as file:
+        file.write(line[: line.index("🙂".encode()) + 2])
+    assert [row.target_id for row in read_rows(folder, tolerate_cut=True)] == ["a"]
+    with pytest.raises(InputError, match="line 2.*not UTF-8"):
+        read_rows(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seed", "0", "`seed`"),
+        ("steps", 10**400, "`steps`"),
+        ("model", None, "`model`"),
+        ("target_ids", "abc", "`target_ids`"),
+        ("trace", [{}], "`trace`: `step` is missing"),
+        ("versions", [], "`versions`"),
+        ("settings", {"a": 10**400}, "`settings`"),
+        ("exact", 1, "`exact`"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows_of_wrong_types_are_noted(make_row, write_run, field, value, message):
+    rows = [make_row(0.5, target="a"), make_row(0.5, target="b")]
+    folder = write_run("types", rows)
+    lines = [json.loads(row.to_json_line()) for row in rows]
+    lines[1][field] = value
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    loaded = load([folder])
+    assert [row.target_id for row in loaded.groups[0].rows] == ["a"]
+    assert message in loaded.notes[0]
+
+
+def test_pipes_and_loops_of_links_are_passed_by(make_row, write_run):
+    folder = write_run("a", [make_row(0.5)])
+    for name in ("results.jsonl", "failure.json", "gradients.jsonl"):
+        (folder / "sub").mkdir(exist_ok=True)
+        os.mkfifo(folder / "sub" / name)
+    os.mkfifo(folder / "cell.json")
+    (folder / "loop").mkdir()
+    (folder / "loop" / "results.jsonl").symlink_to("results.jsonl")
+    assert len(load([folder]).groups[0].rows) == 1
+
+
+@pytest.mark.parametrize(
+    "cell", ["[]", '{"label": "A"}', "[" * 100_000, '{"label": "A", "axis": 1}'], ids=range(4)
+)
+def test_a_broken_cell_file_is_no_cell(make_row, write_run, cell):
+    folder = write_run("a", [make_row(0.5)])
+    (folder / "cell.json").write_text(cell)
+    assert load([folder]).groups[0].labels != ["A"]
+
+
+def test_out_may_not_be_a_link_to_nowhere(make_row, write_run, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    assert run(write_run("a", [make_row(0.1)]), "--out", tmp_path / "out") == 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_gradient_rows_that_cannot_be_compared_are_left_out(tmp_path):
+    statistic = dict.fromkeys(("value", "low", "high"), 0.5)
+    names = [field.name for field in dataclasses.fields(GradientRow)]
+    row = dict.fromkeys(names, "x") | dict.fromkeys(STATISTICS, statistic)
+    row |= dict.fromkeys(("step", "seed", "prompt_length", "target_length"), 1)
+    row |= {"num_samples": 1, "draws": 3, "k": None, "tau": None, "truth": {"kind": "exact"}}
+    row |= {"teacher_forcing": True, "versions": {}}
+    broken = [{"truth": {}}, {"truth": {"kind": None}}, {"snr": {**statistic, "low": math.nan}}]
+    file = tmp_path / "gradients.jsonl"
+    lines = [row, *({**row, **change} for change in broken)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows, notes = read_gradient_rows(file)
+    assert len(rows) == 1
+    assert [note[-6:] for note in notes] == ["line 2", "line 3", "line 4"]

@@ -147,3 +147,34 @@ def test_malformed_lines_are_named(tiny, tmp_path, line, message):
     path.write_text(json.dumps({"text": "w1"}) + "\n" + line + "\n")
     with pytest.raises(InputError, match=message):
         read_targets(tiny, path)
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x85", "\x0b", "\x0c", "\x1c", "\u2029", "\r"])
+def test_only_a_newline_ends_a_line(tiny, tmp_path, odd):
+    target = Target(f"a{odd}b", (4, 5), f"w1{odd}w2")
+    write_targets(tmp_path / "targets.jsonl", [target])
+    assert read_targets(tiny, tmp_path / "targets.jsonl") == [target]
+
+
+def test_files_of_windows_editors(tiny, tmp_path):
+    (tmp_path / "targets.txt").write_bytes(b"\xef\xbb\xbfw1\r\n\r\nw2\r\n")
+    targets = read_targets(tiny, tmp_path / "targets.txt")
+    assert [(target.id, target.text) for target in targets] == [("line_1", "w1"), ("line_3", "w2")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"ids": [' + b"9" * 5000 + b"]}", "too long"),
+        (b'{"text": "w1 \\ud800"}', "Unicode"),
+        (b'{"ids": [4], "ranks": "abc"}', "`ranks`: expected a list"),
+        (b'{"ids": [4], "perplexity": "high"}', "`perplexity`: expected a whole number"),
+        (b'{"ids": [4], "k": 99999999999999999999}', "`k`: expected a whole number of 64 bits"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_hostile_lines_are_named(tiny, tmp_path, line, message):
+    (tmp_path / "targets.jsonl").write_bytes(line)
+    with pytest.raises(InputError, match=f"line 1.*{message}"):
+        read_targets(tiny, tmp_path / "targets.jsonl")

@@ -22,6 +22,7 @@ from dlmi.bench.steps import SHAPES, StepTimes, time_steps
 from dlmi.bench.textbook import TextbookProcess
 from dlmi.bench.timing import matmul_flops
 from dlmi.commands import CommandParser, check_new_file, default_device
+from dlmi.display import visible
 from dlmi.errors import InputError
 from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DType
@@ -77,7 +78,7 @@ def _measure(config: Any) -> dict[str, Any]:
         f"{lm.name}, {lm.dtype}, {lm.device}, {torch.get_num_threads()} threads, "
         f"matrix product {flops / 1e9:.0f} Gflop/s"
     )
-    screen.print(machine)
+    screen.print(visible(machine), markup=False)
     report: dict[str, Any] = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),

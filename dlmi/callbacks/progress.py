@@ -111,7 +111,7 @@ class InversionProgress(InversionCallback, ProgressBar):
             return
         style = "bold green" if row.exact else "yellow" if row.lcs > 0 else "dim"
         line = Text.assemble(
-            (f"{row.target_id:<14}", "bold"),
+            (f"{visible(row.target_id):<14}", "bold"),
             (f"LCS {row.lcs:.2f} ", style),
             f"{row.stop_reason} after {row.steps} steps, {row.seconds:.1f} s",
             f": {row.failure}\n  " if row.failure else "\n  ",

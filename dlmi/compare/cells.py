@@ -6,16 +6,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlmi.compare.grid import Cell, Grid, as_yaml
 from dlmi.errors import InputError
+from dlmi.json_lines import build, read_json_file
 from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
 from dlmi.results import count_finished
 
 _POLL_SECONDS = 0.2
 _LAST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a cell's file says of an earlier part of its run."""
+
+    settings: dict[str, dict[str, Any]]
+    spent: float
+    is_done: bool = False
 
 
 class CellRun:
@@ -44,7 +55,8 @@ class CellRun:
         if stored is None:
             return
         for section in ("model", "data"):
-            before, now = (_flat(record["settings"][section]) for record in (stored, self._record))
+            before = _flat(stored.settings.get(section, {}))
+            now = _flat(self._record["settings"][section])
             for name in sorted({*before, *now}):
                 if before.get(name) != now.get(name):
                     raise InputError(
@@ -56,8 +68,8 @@ class CellRun:
     @property
     def seconds(self) -> float | None:
         """How long it took, with its stops in between; None unless it is done."""
-        stored = self._stored() or {}
-        return stored["spent"] if stored.get("is_done") else None
+        stored = self._stored()
+        return stored.spent if stored is not None and stored.is_done else None
 
     @property
     def finished_rows(self) -> int:
@@ -80,7 +92,8 @@ class CellRun:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
-        record = {**self._record, "spent": (self._stored() or {}).get("spent", 0.0)}
+        stored = self._stored()
+        record = {**self._record, "spent": 0.0 if stored is None else stored.spent}
         self._store(record)
         overrides = self.folder / "cell.yaml"
         overrides.write_text(as_yaml(self.cell.overrides), encoding="utf-8")
@@ -107,12 +120,15 @@ class CellRun:
         (self.folder / FAILURE_FILE).write_text(json.dumps(failure) + "\n", encoding="utf-8")
         return error
 
-    def _stored(self) -> dict[str, Any] | None:
+    def _stored(self) -> _Stored | None:
+        found = read_json_file(self.folder / CELL_FILE)
         try:
-            stored: dict[str, Any] = json.loads((self.folder / CELL_FILE).read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-        return stored
+            return None if found is None else build(_Stored, found)
+        except InputError as error:
+            raise InputError(
+                f"Expected {self.folder / CELL_FILE} to be as `compare` wrote it, but {error}. "
+                "Choose another `out`."
+            ) from error
 
     def _store(self, record: dict[str, Any]) -> None:
         (self.folder / CELL_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -153,5 +169,7 @@ def _last_line(log: Path) -> str:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    arguments = settings.get("init_args", {})
+    arguments = settings.get("init_args")
+    if not isinstance(arguments, dict):
+        return settings
     return {**{k: v for k, v in settings.items() if k != "init_args"}, **arguments}

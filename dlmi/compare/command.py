@@ -8,11 +8,13 @@ from pathlib import Path
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlmi.commands import CommandParser
 from dlmi.compare.cells import CellRun
 from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
+from dlmi.display import visible
 from dlmi.errors import InputError
 from dlmi.locks import lock_folder
 from dlmi.report.loading import Group, load
@@ -87,7 +89,11 @@ def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
 def _results_table(group: Group) -> Table:
     """Per method and N at the full budget."""
     table = Table(
-        title=f"{group.model}, {group.dtype}: discrete prompt, free greedy decode, full budget",
+        title=Text(
+            f"{visible(group.model)}, {visible(group.dtype)}: discrete prompt, free greedy decode, "
+            "full budget",
+            style="table.title",
+        ),
         title_justify="left",
     )
     names = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")
@@ -98,7 +104,7 @@ def _results_table(group: Group) -> Table:
         seeds = len({row.seed for row in rows})
         soft = [row.as_in_code_lcs for row in rows if row.as_in_code_lcs is not None]
         table.add_row(
-            series.label,
+            Text(visible(series.label)),  # a plain string would be read as markup
             str(series.prompt_length),
             f"{len({row.target_id for row in rows})} x {seeds}",
             f"{sum(row.exact for row in rows)}/{len(rows)}",

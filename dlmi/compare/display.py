@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dlmi.compare.cells import CellRun
 from dlmi.compare.grid import Grid
-from dlmi.display import clock
+from dlmi.display import clock, visible
 
 _LOG_SECONDS = 60.0
 
@@ -89,7 +89,7 @@ class GridDisplay:
         cost = _Cost.of(self._runs)
         line = self._line(cost, now)
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=cost.done_passes, description=line)
+            self._bar.update(self._task, completed=cost.done_passes, description=visible(line))
         else:
             self._say(line)
 
@@ -116,7 +116,7 @@ class GridDisplay:
         return f"{line} · {self._current.cell.name}{inside}"
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None:

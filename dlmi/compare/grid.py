@@ -192,7 +192,7 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: 
     per_target = _cost(grid, method, settings["data"]["target_length"])
     parts = [model_name, label, f"N{length}"]
     return Cell(
-        place="-".join(re.sub(r"[^\w.+-]+", "_", part).strip("_") for part in parts if part),
+        place="-".join(_folder_name(part) for part in parts if part),
         seed=grid.seeds[0],
         label=label,
         config=config,
@@ -201,6 +201,11 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: 
         targets=targets,
         token_passes=None if targets is None else targets * per_target,
     )
+
+
+def _folder_name(name: str) -> str:
+    """A part of a folder's name; never empty, so that the whole cannot look like an option."""
+    return re.sub(r"[^\w.+-]+", "_", name).strip("_-") or "_"
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from dlmi.callbacks.gradients import GradientStudy
 from dlmi.commands import CommandParser, default_device
 from dlmi.data import TargetDataModule
+from dlmi.display import visible
 from dlmi.errors import InputError
 from dlmi.gradients.comparison import ks_tests, labels_of, median_statistic
 from dlmi.gradients.intervals import Statistic
@@ -157,7 +158,7 @@ def _follow(module: Inverter, data: TargetDataModule, study: GradientStudy, fold
 def _print_row(row: GradientRow, seconds: float) -> None:
     names = ("variance_max", "bias_max", "snr", "cosine")
     cells = (f"{name} {_cell(getattr(row, name))}" for name in names)
-    place = f"{row.target_id} seed {row.seed} step {row.step}"
+    place = f"{visible(row.target_id)} seed {row.seed} step {row.step}"
     print(f"{seconds:6.0f} s  {place}  {row.estimator}: {', '.join(cells)}", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from dlmi.errors import InputError
 from dlmi.gradients.intervals import Statistic
 from dlmi.gradients.statistics import STATISTICS
+from dlmi.json_lines import build, parse_object, read_lines
 
 FILE_NAME = "gradients.jsonl"
 
@@ -94,11 +96,14 @@ class GradientRow:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "GradientRow":
-        """The inverse of `to_json_line`, after `json.loads`."""
-        values = {field.name: row[field.name] for field in dataclasses.fields(cls)}
-        for name in STATISTICS:
-            values[name] = Statistic(**values[name])
-        return cls(**values)
+        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        made = build(cls, row)
+        if made.truth is not None and not isinstance(made.truth.get("kind"), str):
+            raise InputError("`truth`: `kind` is missing")
+        numbers = [n for name in STATISTICS for n in dataclasses.astuple(getattr(made, name))]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise InputError("a statistic is not finite")
+        return made
 
 
 def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
@@ -112,20 +117,17 @@ def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
     """
     if path.is_dir():
         path = path / FILE_NAME
+    rows, notes = [], []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in read_lines(path):
+            try:
+                rows.append(GradientRow.from_json(parse_object(line)))
+            except InputError:
+                notes.append(f"{path}, line {number}")
     except OSError as error:
         raise InputError(
             f"Expected a {FILE_NAME} or its run folder, but got {path} ({error.strerror})."
         ) from error
-    rows, notes = [], []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(GradientRow.from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            notes.append(f"{path}, line {number}")
     return rows, notes
 
 

@@ -1,6 +1,7 @@
 """`python -m dlmi report RUNS... --out DIR`: figures, tables and one page from result files."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +88,7 @@ def write_report(runs: Sequence[Path], out: Path, steps: Sequence[int] | None = 
 
 def check_new_folder(out: Path) -> None:
     """Raise `InputError` unless a folder can be filled without overwriting anything."""
-    if out.exists() and not out.is_dir():
+    if os.path.lexists(out) and not out.is_dir():
         raise InputError(f"Expected `--out` to be a folder, but {out} is a file.")
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"Expected `--out` to be a new or empty folder, but {out} is not empty.")

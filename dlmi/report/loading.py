@@ -17,7 +17,7 @@ from dlmi.report.result_files import (
     Run,
     failed_cells,
     read_cell,
-    read_lines,
+    read_results,
     result_files,
 )
 from dlmi.results import RESULTS_FILE, Inversion
@@ -119,7 +119,7 @@ def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
             gradients.setdefault(file.resolve(), file)
     runs: list[Run] = []
     for file in results.values():
-        rows, broken = read_lines(file)
+        rows, broken = read_results(file)
         notes += broken
         if not rows:
             notes.append(f"{file}: no rows")
@@ -197,7 +197,8 @@ def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], lis
 
 
 def _budget(row: Inversion) -> int:
-    return int(row.settings.get("steps", row.steps))
+    steps = row.settings.get("steps")
+    return steps if isinstance(steps, int) else row.steps
 
 
 def _unfinished(groups: Sequence[Group]) -> list[str]:

@@ -1,14 +1,14 @@
 """Result files as runs leave them: found, read line by line, and checked."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from dlmi.errors import InputError
 from dlmi.gradients.rows import FILE_NAME as GRADIENTS_FILE
+from dlmi.json_lines import build, parse_object, read_json_file, read_lines
 from dlmi.results import RESULTS_FILE, Inversion
 
 Axis = Literal["step", "token_passes", "seconds"]
@@ -20,6 +20,15 @@ FAILURE_FILE = "failure.json"
 
 # How many broken lines of a file are named one by one.
 _NAMED_LINES = 10
+
+
+@dataclass(frozen=True)
+class _CellRecord:
+    """What a report needs of a cell's file."""
+
+    label: str
+    axis: str
+    budgets: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -44,26 +53,24 @@ def result_files(path: Path, name: str) -> list[Path]:
     if path.is_file():
         kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
         return [path] if kind == name else []
-    return sorted(path.rglob(name))
+    # What is no plain file (a pipe, a loop of links) would be waited for without end.
+    return sorted(file for file in path.rglob(name) if file.is_file())
 
 
-def read_lines(file: Path) -> tuple[list[Inversion], list[str]]:
+def read_results(file: Path) -> tuple[list[Inversion], list[str]]:
     """The rows of a file, and a note on the lines that are none."""
     rows: dict[str, Inversion] = {}
     broken: dict[int, str] = {}
     try:
-        data = file.read_bytes()
+        for number, line in read_lines(file):
+            try:
+                row = Inversion.from_json(parse_object(line))
+                _check_row(row)
+                rows[row.target_id] = row
+            except InputError as error:
+                broken[number] = str(error)
     except OSError as error:
         return [], [f"{file}: cannot be read ({error.strerror})"]
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = Inversion.from_json(json.loads(line))
-            _check_row(row)
-            rows[row.target_id] = row
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            broken[number] = str(error)
     return list(rows.values()), _broken_note(file, broken)
 
 
@@ -90,30 +97,21 @@ def _check_row(row: Inversion) -> None:
     shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
         raise InputError("an LCS is not between 0 and 1")
-    numbers = [row.seed, row.steps, row.seconds, row.overlap_ratio, row.target_hit_ratio]
-    numbers += [x for p in row.trace for x in (p.step, p.token_passes, p.seconds, p.discrete_loss)]
-    numbers += [x for p in row.trace for x in p.means.values()]
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise InputError("a number is not one")
-    if not (row.k is None or isinstance(row.k, int)) or not isinstance(row.settings, dict):
-        raise InputError("its k or its settings are not what they should be")
 
 
 def read_cell(folder: Path) -> tuple[str | None, tuple[Axis, tuple[float, ...]] | None]:
     """Label and budgets that a comparison gave a run; None outside of one."""
     try:
-        cell = json.loads((folder / CELL_FILE).read_text(encoding="utf-8"))
-        label, axis = str(cell["label"]), cell["axis"]
-        budgets = tuple(sorted(float(budget) for budget in cell["budgets"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        cell = build(_CellRecord, read_json_file(folder / CELL_FILE) or {})
+    except InputError:
         return None, None
-    return label, (axis, budgets) if axis in get_args(Axis) and budgets else None
+    is_known = cell.axis in get_args(Axis) and all(0 < b < math.inf for b in cell.budgets)
+    budgets = tuple(sorted(cell.budgets))
+    return cell.label, (cast(Axis, cell.axis), budgets) if is_known and budgets else None
 
 
 def failed_cells(path: Path) -> Iterator[str]:
     """A note on each run of a comparison that did not end well."""
     for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
-        try:
-            yield f"{file.parent}: failed ({json.loads(file.read_text(encoding='utf-8'))['error']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            yield f"{file.parent}: failed"
+        error = (read_json_file(file) or {}).get("error")
+        yield f"{file.parent}: failed{f' ({error})' if isinstance(error, str) else ''}"

@@ -126,7 +126,7 @@ def csv_table(table: ReportTable) -> str:
     """Numbers in full, None empty, text on one line each."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(table.columns)
+    writer.writerow(map(_csv_cell, table.columns))
     writer.writerows([_csv_cell(cell) for cell in row] for row in table.rows)
     return file.getvalue()
 
@@ -135,7 +135,15 @@ def _csv_cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
     text = visible(value)
-    return f"'{text}" if isinstance(value, ModelText) and text.startswith(_FORMULA) else text
+    return f"'{text}" if text.startswith(_FORMULA) and not _reads_as_number(text) else text
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_number(value: Cell) -> bool:
