@@ -245,6 +245,26 @@ def test_broken_lines_are_counted_and_named(make_row, write_run, tmp_path):
     assert len(loaded.groups[0].rows) == 1
 
 
+def test_rows_of_ranks_that_are_not_merged_yet_are_read(make_row, write_run):
+    folder = write_run("a", [make_row(0.1, target="t0")])
+    (folder / "results.rank1.jsonl").write_text(make_row(0.3, target="t1").to_json_line())
+    [group] = load([folder]).groups
+    assert {row.target_id for row in group.rows} == {"t0", "t1"}
+    assert len(group.series) == 1
+
+
+def test_a_target_that_failed_with_no_finite_loss_is_shown(make_row, write_run, tmp_path):
+    failed = make_row(0.1, target="t1", stop_reason="failed", failure="the loss is nan at step 1")
+    point = dataclasses.replace(failed.trace[0], discrete_loss=math.nan)
+    failed = dataclasses.replace(failed, discrete_loss=math.nan, trace=(point,))
+    folder = write_run("a", [make_row(0.1), failed])
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(folder), "--out", str(tmp_path / "report")])
+    assert ended.value.code == 0
+    assert "NaN" not in (tmp_path / "report" / "report.html").read_text()
+    assert len(load([folder]).groups[0].rows) == 2
+
+
 def test_a_failed_cell_and_an_empty_file_are_named(make_row, write_run, tmp_path):
     write_run("a", [make_row(0.1)])
     (write_run("b", []) / "failure.json").write_text('{"error": "out of memory"}')

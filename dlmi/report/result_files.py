@@ -49,12 +49,14 @@ class Run:
 
 
 def result_files(path: Path, name: str) -> list[Path]:
-    """Files of this name at or below a path; a file of any other name counts as results."""
+    """Files of this name, of any rank, at or below a path; any other file counts as results."""
     if path.is_file():
         kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
         return [path] if kind == name else []
     # What is no plain file (a pipe, a loop of links) would be waited for without end.
-    return sorted(file for file in path.rglob(name) if file.is_file())
+    of_ranks = name.replace(".", ".rank*.")  # not merged yet: the run goes on, or was killed
+    found = [*path.rglob(name), *path.rglob(of_ranks)]
+    return sorted(file for file in found if file.is_file())
 
 
 def read_results(file: Path) -> tuple[list[Inversion], list[str]]:
