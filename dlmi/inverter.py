@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dlmi.callbacks.base import InversionCallback
 from dlmi.checks import check_run
 from dlmi.compiled import CompileDecision
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one
 from dlmi.failures import mark_failures
 from dlmi.identity import check_checkpoint, check_row, run_identity, settings_of
 from dlmi.method import Method
@@ -26,11 +26,11 @@ from dlmi.precision import drop_gradient_scaler
 from dlmi.ranks import Ranks
 from dlmi.results import Inversion, build_row, describe_environment
 from dlmi.saved_slots import SavedSlots, pack_slots
-from dlmi.slots import Slot
+from dlmi.slots import Budget, Slot
 from dlmi.strategy import ranks_of
 from dlmi.target_queue import TargetQueue
 from dlmi.targets import fingerprint_targets
-from dlmi.token_sets import AllowedTokens
+from dlmi.token_sets import AllowedTokens, check_allowed_tokens
 from dlmi.vocabulary import ForbiddenTokens
 
 
@@ -68,16 +68,20 @@ class Inverter(Method):
         forbid_target_tokens: ForbiddenTokens,
         seed: int,
     ) -> None:
-        super().__init__(
-            prompt_length,
-            steps,
-            token_budget,
-            eval_every,
-            prompt_bos,
-            allowed_tokens,
-            forbid_target_tokens,
-            seed,
-        )
+        super().__init__()
+        check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
+        if token_budget is not None:
+            check_at_least_one("model", token_budget=token_budget)
+        check_allowed_tokens(allowed_tokens)
+        self.save_hyperparameters()
+        self.prompt_length = prompt_length
+        self.budget = Budget(steps, token_budget)
+        self.eval_every = eval_every
+        self.prompt_bos = prompt_bos
+        self.allowed_tokens = allowed_tokens
+        self.forbid_target_tokens = forbid_target_tokens
+        self.seed = seed
+        self.slots = []
         self.ranks = Ranks.alone()
         self.news = News()
         self.queue = TargetQueue(self.ranks)

@@ -16,63 +16,38 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError, check_at_least_one
+from dlmi.errors import InputError
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
-from dlmi.token_sets import AllowedTokens, check_allowed_tokens
+from dlmi.token_sets import AllowedTokens
 from dlmi.vocabulary import ForbiddenTokens, Vocabulary
 
 
 class Method(LightningModule, ABC):
     """Slots with their tensors, and the equations that move them.
 
-    Args:
-        prompt_length: Tokens of a prompt, N.
-        steps: Budget: optimisation steps a target may use.
-        token_budget: Budget in token passes: tokens sent forward or backward through the LM.
-        eval_every: Steps between two greedy decodes of the discrete prompt.
-        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
-        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
-            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
-        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
-        seed: With the target's id it fixes the noise.
-
     Attributes:
+        prompt_length: Tokens of a prompt, N.
+        budget: What a target may use.
+        prompt_bos: Whether BoS stands before the prompt.
+        allowed_tokens: What a prompt may hold.
+        forbid_target_tokens: What it may not hold of its target.
         slots: The targets in flight; None where there is none.
+        Z: A tensor of each slot.
     """
 
+    prompt_length: int
+    budget: Budget
+    prompt_bos: bool
+    allowed_tokens: AllowedTokens
+    forbid_target_tokens: ForbiddenTokens
+    slots: list[Slot | None]
     Z: nn.ParameterList
-
-    def __init__(
-        self,
-        prompt_length: int,
-        steps: int,
-        token_budget: int | None,
-        eval_every: int,
-        prompt_bos: bool,
-        allowed_tokens: AllowedTokens,
-        forbid_target_tokens: ForbiddenTokens,
-        seed: int,
-    ) -> None:
-        super().__init__()
-        check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
-        if token_budget is not None:
-            check_at_least_one("model", token_budget=token_budget)
-        check_allowed_tokens(allowed_tokens)
-        self.save_hyperparameters()
-        self.prompt_length = prompt_length
-        self.budget = Budget(steps, token_budget)
-        self.eval_every = eval_every
-        self.prompt_bos = prompt_bos
-        self.allowed_tokens: AllowedTokens = allowed_tokens
-        self.forbid_target_tokens: ForbiddenTokens = forbid_target_tokens
-        self.seed = seed
-        self.slots: list[Slot | None] = []
-        self._vocabulary: Vocabulary | None = None
+    _vocabulary: Vocabulary | None = None
 
     # ---- what a method fills in
 
