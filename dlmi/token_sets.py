@@ -26,6 +26,7 @@ from dlmi.lm import FrozenLM
 TokenSetName = Literal["all", "no_special", "ascii", "printable", "round_trip"]
 AllowedTokens = TokenSetName | str  # or a file
 
+_LONGEST_ID = 18  # digits; Python refuses to read thousands of them
 REPLACEMENT = "\ufffd"  # what bytes that are no whole character decode to
 
 
@@ -102,14 +103,14 @@ def _read_tokens(lm: FrozenLM, path: Path, texts: dict[int, str]) -> set[int]:
         line = line.removesuffix("\r")
         if not line:
             continue
-        if line.isdecimal():
+        if line.isdecimal() and len(line) <= _LONGEST_ID:
             found = [int(line)] if int(line) in texts else []
         else:
             found = by_text.get(_unquoted(line), [])
         if not found:
             raise InputError(
                 f"Expected {path}, line {number}, to be the id or the text of a token of "
-                f"{lm.name}, but got {line!r}."
+                f"{lm.name}, but got {line[:80]!r}."
             )
         chosen.update(found)
     return chosen
@@ -118,6 +119,6 @@ def _read_tokens(lm: FrozenLM, path: Path, texts: dict[int, str]) -> set[int]:
 def _unquoted(line: str) -> str:
     try:
         text = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # too deep, or too long a number
         return line
     return text if isinstance(text, str) else line

@@ -91,7 +91,9 @@ def test_a_file_names_tokens_by_id_and_by_text(bpe, tmp_path):
     assert [PIECES[i] for i in chosen] == ["<eos>", "d", "Ċ", "Ã", "©", "ab", "Ġa"]
 
 
-@pytest.mark.parametrize("line", ["19", "-1", "zebra", '"5"'])
+@pytest.mark.parametrize(
+    "line", ["19", "-1", "zebra", '"5"', "9" * 5000, "[" * 100_000], ids=range(6)
+)
 def test_a_file_with_what_is_no_token_is_refused(bpe, tmp_path, line):
     file = tmp_path / "tokens.txt"
     file.write_text(f"a\n{line}\n")
