@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dlmi.commands import CommandParser, default_device
 from dlmi.errors import InputError
-from dlmi.invert_text.one_call import make_search
+from dlmi.invert_text.request import SearchRequest
 from dlmi.invert_text.screen import SearchScreen, print_found
 from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DType
@@ -15,31 +15,22 @@ from dlmi.token_sets import AllowedTokens
 from dlmi.vocabulary import ForbiddenTokens
 
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
+_REQUEST_OPTIONS = (
+    *("prompt_length", "method", "options", "seconds", "steps", "restarts", "seed"),
+    *("allowed_tokens", "forbid_target_tokens"),
+)
 
 
 def invert_command(arguments: list[str]) -> int:
     """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
     config = _parser().parse_args(arguments)
-    text = _read_text(config.text, config.file)
+    request = SearchRequest(
+        [_read_text(config.text, config.file)],
+        **{name: config[name] for name in _REQUEST_OPTIONS},
+    )
     lm = load_lm(config.lm, config.dtype, default_device())
     with SearchScreen(lm) as screen:
-        search = make_search(
-            lm,
-            [text],
-            config.prompt_length,
-            config.method,
-            config.seconds,
-            config.steps,
-            config.restarts,
-            {
-                "allowed_tokens": config.allowed_tokens,
-                "forbid_target_tokens": config.forbid_target_tokens,
-                "seed": config.seed,
-                **config.options,
-            },
-            screen.show,
-        )
-        [found] = search.run()
+        [found] = request.search(lm, screen.show).run()
     if config.json:
         print(json.dumps(found.to_json()))
     else:

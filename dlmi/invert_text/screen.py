@@ -30,7 +30,7 @@ class SearchScreen:
         self._line_seconds = line_seconds
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._live: Live | None = None
-        self._last_line = time.monotonic()
+        self._last_line = float("-inf")
 
     def __enter__(self) -> "SearchScreen":
         if self._console.is_terminal:
