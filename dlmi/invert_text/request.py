@@ -19,7 +19,7 @@ _DEFAULT_SECONDS = 120.0
 # Where a method's defaults, which are the published ones, are too slow for minutes: cheap steps,
 # and a decode after each of them or after a few.
 _FOR_SMALL_BUDGETS: Mapping[str, Mapping[str, Any]] = {
-    "GCG": {"search_width": 64, "topk": 64, "init": "random", "eval_every": 1},
+    "GCG": {"search_width": 32, "topk": 64, "init": "random", "eval_every": 4},
     "ADC": {"restarts": 4, "eval_every": 4},
     "DLMI": {"tau0": 1.0, "num_samples": 1, "lr": 0.3, "eval_every": 4},
     "GBDA": {"num_samples": 1, "lr": 0.3, "eval_every": 4},

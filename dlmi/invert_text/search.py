@@ -119,7 +119,9 @@ class TextSearch:
         self._restarts = restarts
         self._on_progress = on_progress
         self._started = 0.0
+        self._run_started = 0.0
         self._run_ends = 0.0
+        self._first_step_after = 0.0  # seconds from the start of the latest run
         self._best: dict[str, _Best] = {}  # by id of the text's target
 
     def run(self) -> list[FoundPrompt]:
@@ -132,14 +134,15 @@ class TextSearch:
         with self._stop_on_ctrl_c():
             for index, length in enumerate(self._lengths):
                 still_open = [t for t in self.targets if not self._is_solved(t.id)]
-                is_over = self.stop_requested or (index > 0 and self._seconds_left() == 0)
-                if not still_open or is_over:
+                if not still_open or self.stop_requested or not self._has_time_for_a_run():
                     break
                 self._run_at(length, still_open, runs_left=len(self._lengths) - index)
         return [self._found(target) for target in self.targets]
 
     def _run_at(self, length: int, targets: Sequence[Target], runs_left: int) -> None:
         left = self._seconds_left()
+        self._run_started = time.monotonic()
+        self._first_step_after = 0.0
         self._run_ends = float("inf") if left is None else time.monotonic() + left / runs_left
         steps = NO_STEP_LIMIT if self._steps is None else -(-self._steps // len(self._lengths))
         starts = [
@@ -162,7 +165,9 @@ class TextSearch:
 
     def must_stop(self) -> bool:
         """Whether the run is to end after this step."""
-        return self.stop_requested or time.monotonic() >= self._run_ends
+        now = time.monotonic()
+        self._first_step_after = self._first_step_after or now - self._run_started
+        return self.stop_requested or now >= self._run_ends
 
     def note_evaluation(self, slot: Slot) -> None:
         """Keep the slot's best prompt if it is the best of its text; ties keep the shorter."""
@@ -205,6 +210,11 @@ class TextSearch:
     def _is_solved(self, target_id: str) -> bool:
         best = self._best.get(target_id)
         return best is not None and best.row is not None and best.row.exact
+
+    def _has_time_for_a_run(self) -> bool:
+        """Whether it would get as far as its first step, as the run before did."""
+        left = self._seconds_left()
+        return left is None or left > self._first_step_after or not self._best
 
     def _seconds_left(self) -> float | None:
         if self._seconds is None:
