@@ -214,6 +214,29 @@ def test_ctrl_c_prints_the_best_so_far(model_folder, tmp_path):
     assert len(found["prompt_ids"]) == 3
 
 
+def test_a_second_ctrl_c_stops_at_once(tiny):
+    def press(progress):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        invert(tiny, HARD, prompt_length=3, steps=4, on_progress=press)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_python_gives_the_best_so_far(tiny):
+    seen = []
+
+    def press_once(progress):
+        seen.append(progress)
+        if len(seen) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    found = invert(tiny, HARD, steps=400, on_progress=press_once)
+    assert found.interrupted
+    assert found.row.steps == 1
+    assert found.prompt_length == AUTO_LENGTHS[0]
+
+
 # ---- text that no one should trust
 
 

@@ -159,7 +159,8 @@ class TextSearch:
         assert best.row is not None
         row = dataclasses.replace(best.row, target_id=target.id)
         interrupted = self.stop_requested and not row.exact
-        return FoundPrompt.of_row(self.lm, row, best.seconds, interrupted)
+        seconds = best.seconds if row.exact else time.monotonic() - self._started
+        return FoundPrompt.of_row(self.lm, row, seconds, interrupted)
 
     # ---- what the referee tells
 
@@ -236,6 +237,10 @@ class TextSearch:
         signal.signal(signal.SIGINT, request_stop)
         try:
             yield
+        except SystemExit as ended:
+            if self.stop_requested:  # a second Ctrl-C, of which Lightning makes an exit code of 1
+                raise KeyboardInterrupt from ended
+            raise
         finally:
             signal.signal(signal.SIGINT, previous)
 
