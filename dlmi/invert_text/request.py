@@ -17,8 +17,8 @@ AUTO_LENGTHS = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
 
 # Where a method's defaults, which are the published ones, are too slow for minutes: cheap steps,
-# and a decode after a few of them. GCG that keeps its prompt unless a candidate is better gets stuck
-# when it sees few candidates, so it takes the best of them even if that is worse.
+# and a decode after a few of them. GCG that keeps its prompt unless a candidate is better gets
+# stuck when it sees few of them, so it takes the best even if that is worse.
 _FOR_SMALL_BUDGETS: Mapping[str, Mapping[str, Any]] = {
     "GCG": {
         "search_width": 32,
