@@ -2,6 +2,7 @@
 
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
+from dlmi.invert_text import FoundPrompt, Progress, invert
 from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
 from dlmi.methods import DLMI
@@ -13,14 +14,17 @@ from dlmi.vocabulary import Vocabulary
 
 __all__ = [
     "DLMI",
+    "FoundPrompt",
     "FrozenLM",
     "InputError",
     "Inversion",
     "Inverter",
+    "Progress",
     "Target",
     "TargetDataModule",
     "Vocabulary",
     "__version__",
+    "invert",
     "load_lm",
     "read_rows",
 ]

@@ -18,6 +18,7 @@ from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
 from dlmi.fit import fit_command
 from dlmi.full_disk import watch_threads
 from dlmi.gradients.command import gradients_command
+from dlmi.invert_text.command import invert_command
 from dlmi.memory import keep_freed_memory
 from dlmi.report.command import report_command
 from dlmi.version import __version__
@@ -28,6 +29,7 @@ usage: python -m dlmi COMMAND [options]
 Find the prompt that makes a frozen language model say exactly this.
 
 commands:
+  invert    find the prompt of one text: python -m dlmi invert " Paris."
   fit       invert a queue of targets:   python -m dlmi fit --config configs/quickstart.yaml
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
@@ -81,6 +83,7 @@ def fail(message: str) -> NoReturn:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "invert": invert_command,
     "fit": fit_command,
     "targets": targets_command,
     "verify": verify_command,

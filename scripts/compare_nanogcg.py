@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 from dlmi import FrozenLM, Target, TargetDataModule, load_lm
-from dlmi.bench.timing import StepClock, run_quietly
+from dlmi.bench.timing import StepClock
 from dlmi.memory import keep_freed_memory
 from dlmi.methods import GCG
 from dlmi.models import PACKAGED
+from dlmi.quiet_run import run_quietly
 from dlmi.targets import texts_to_targets
 
 # BoS and the prompt, as this tool has them: a chat template would add tokens to every row.

@@ -17,9 +17,9 @@ from dlmi.bench.cost_model import CostModel, Machine
 from dlmi.bench.lm_sizes import Size, Sizes
 from dlmi.bench.queue_tail import ideal_seconds, makespan, unequal_steps
 from dlmi.bench.scaling import bench_targets
-from dlmi.bench.timing import run_quietly
 from dlmi.cli import main
 from dlmi.memory import graph_bytes
+from dlmi.quiet_run import run_quietly
 
 LLAMAS = ["llama", "llama_untied"]
 MACHINE = Machine(3e11, 2e11, 1e11, 2e10, 3e10, (3e-9, 4e-9), (2e-4, 4e-4), 3e-3, 2e-4)

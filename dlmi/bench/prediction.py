@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from dlmi.bench.cost_model import CostModel
 from dlmi.bench.lm_sizes import Size
 from dlmi.bench.scaling import bench_targets, measure_steps
-from dlmi.bench.timing import run_quietly
 from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
 from dlmi.methods import DLMI
+from dlmi.quiet_run import run_quietly
 
 PREDICTED_SIZES = (
     Size(10, 20, 8),

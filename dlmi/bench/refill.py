@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dlmi.bench.timing import run_quietly
 from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
 from dlmi.methods import ADC
 from dlmi.passes import StepLosses
+from dlmi.quiet_run import run_quietly
 from dlmi.slots import Slot
 from dlmi.targets import Target, generate_targets
 

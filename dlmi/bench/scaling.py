@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dlmi.bench.lm_sizes import Size
-from dlmi.bench.timing import StepClock, run_quietly
+from dlmi.bench.timing import StepClock
 from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
 from dlmi.methods import DLMI
+from dlmi.quiet_run import run_quietly
 from dlmi.targets import Target
 
 SIZES = {

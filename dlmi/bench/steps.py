@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from dlmi.bench.lm_sizes import Size, Sizes
 from dlmi.bench.textbook import TextbookProcess
-from dlmi.bench.timing import StepClock, peak_of, run_quietly, seconds_of
+from dlmi.bench.timing import StepClock, peak_of, seconds_of
 from dlmi.compiled import CompileSetting
 from dlmi.data import TargetDataModule
 from dlmi.lm import FrozenLM
 from dlmi.methods import DLMI
+from dlmi.quiet_run import run_quietly
 from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 

@@ -1,19 +1,16 @@
-"""Clocks, peaks and quiet runs for the benchmark."""
+"""Clocks and peaks for the benchmark."""
 
 import contextlib
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch.profiler import ProfilerActivity, profile
-
-from dlmi.data import TargetDataModule
-from dlmi.inverter import Inverter
 
 
 def synchronize(device: torch.device) -> None:
@@ -136,20 +133,3 @@ class StepClock(Callback):
             self.seconds.append(seconds)
             if self._between is not None:
                 self._between()
-
-
-def run_quietly(
-    module: Inverter, data: TargetDataModule, callbacks: Sequence[Callback] = ()
-) -> None:
-    """`Trainer.fit` with no files and no screen."""
-    trainer = Trainer(
-        max_epochs=-1,
-        accelerator="cpu" if data.lm.device.type == "cpu" else "auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
-    trainer.fit(module, datamodule=data)
