@@ -20,13 +20,7 @@ _DEFAULT_SECONDS = 120.0
 # and a decode after a few of them. GCG that keeps its prompt unless a candidate is better gets
 # stuck when it sees few of them, so it takes the best even if that is worse.
 _FOR_SMALL_BUDGETS: Mapping[str, Mapping[str, Any]] = {
-    "GCG": {
-        "search_width": 32,
-        "topk": 64,
-        "buffer_size": 0,
-        "init": "random",
-        "eval_every": 4,
-    },
+    "GCG": {"search_width": 64, "topk": 64, "buffer_size": 0, "eval_every": 4},
     "ADC": {"restarts": 4, "eval_every": 4},
     "DLMI": {"tau0": 1.0, "num_samples": 1, "lr": 0.3, "eval_every": 4},
     "GBDA": {"num_samples": 1, "lr": 0.3, "eval_every": 4},
