@@ -137,7 +137,7 @@ class TextSearch:
                 if not still_open or self.stop_requested or not self._has_time_for_a_run():
                     break
                 self._run_at(length, still_open, runs_left=len(self._lengths) - index)
-        return [self._found(target) for target in self.targets]
+            return [self._found(target) for target in self.targets]
 
     def _run_at(self, length: int, targets: Sequence[Target], runs_left: int) -> None:
         left = self._seconds_left()
