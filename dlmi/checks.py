@@ -44,7 +44,9 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
         )
     check_precision(trainer.precision)
     _check_mixed(trainer, data)
-    module.check_lm(data.lm)
+    vocabulary = module.vocabulary_of(data.lm)
+    vocabulary.check_targets(data.targets)
+    module.check_vocabulary(vocabulary, data.targets)
     prompt_length = module.prompt_length + module.prompt_bos
     longest = max(data.targets, key=lambda target: len(target.ids))
     limit = data.lm.max_positions

@@ -111,7 +111,6 @@ class Inverter(Method):
         self.ranks = ranks_of(self.trainer.strategy)
         self.data.share_targets(self.ranks)
         self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        self.vocabulary.check_targets(self.data.targets)
         self.slots, self.finished, self._finished_ids = [], [], set()
         self._saved = SavedSlots()
         self._environment = {

@@ -23,6 +23,7 @@ from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
+from dlmi.targets import Target
 from dlmi.token_sets import AllowedTokens
 from dlmi.vocabulary import ForbiddenTokens, Vocabulary
 
@@ -87,8 +88,8 @@ class Method(LightningModule, ABC):
         """Sets that a prompt's tokens must be in: what `allowed_tokens` says, and the method."""
         return [self.allowed_tokens]
 
-    def check_lm(self, lm: FrozenLM) -> None:
-        """Raise `InputError` where the method's settings do not fit the LM."""
+    def check_vocabulary(self, vocabulary: Vocabulary, targets: Sequence[Target]) -> None:
+        """Raise `InputError` where the method's settings do not fit the tokens of a run."""
 
     # ---- what methods share
 
@@ -108,8 +109,12 @@ class Method(LightningModule, ABC):
     @property
     def vocabulary(self) -> Vocabulary:
         """The tokens that the run's prompts may hold, by column of Z."""
-        if self._vocabulary is None or self._vocabulary.lm is not self.lm:
-            self._vocabulary = Vocabulary(self.lm, self.token_sets(), self.forbid_target_tokens)
+        return self.vocabulary_of(self.lm)
+
+    def vocabulary_of(self, lm: FrozenLM) -> Vocabulary:
+        """The same before the run: the tokens of an LM that a prompt may hold."""
+        if self._vocabulary is None or self._vocabulary.lm is not lm:
+            self._vocabulary = Vocabulary(lm, self.token_sets(), self.forbid_target_tokens)
         return self._vocabulary
 
     @property

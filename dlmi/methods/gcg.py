@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from dlmi.candidates import score_candidates
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.inverter import Inverter
-from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
+from dlmi.targets import Target
 from dlmi.token_sets import AllowedTokens
-from dlmi.vocabulary import ForbiddenTokens
+from dlmi.vocabulary import ForbiddenTokens, Vocabulary
 
 
 def propose_swaps(
@@ -170,13 +170,13 @@ class GCG(Inverter):
         own = ["no_special"] if self.allow_non_ascii else ["ascii", "printable"]
         return [*super().token_sets(), *own]
 
-    def check_lm(self, lm: FrozenLM) -> None:
+    def check_vocabulary(self, vocabulary: Vocabulary, targets: Sequence[Target]) -> None:
         """There must be `topk` tokens to choose from, for each target."""
-        allowed = min(len(self.vocabulary.allowed_columns(t)) for t in self.data.targets)
+        allowed = min(len(vocabulary.allowed_columns(target)) for target in targets)
         if self.topk > allowed:
             raise InputError(
-                f"Expected `model.topk` to be at most {allowed} (the tokens of {lm.name} that may "
-                f"be used), but got {self.topk}."
+                f"Expected `model.topk` to be at most {allowed} (the tokens of "
+                f"{vocabulary.lm.name} that may be used), but got {self.topk}."
             )
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
