@@ -52,10 +52,10 @@ def fit_command(arguments: list[str]) -> int:
 def _exit_code(cli: "InversionCLI") -> int:
     """0 if all targets are done; else that of the signal, as a shell has it, or 1."""
     model = cli.model
-    if not model.stop_requested:
-        return 0
     if model.ranks.trouble is not None:
         return 1
+    if not model.stop_requested:
+        return 0
     callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
     [checkpoint] = [c for c in callbacks if isinstance(c, RunCheckpoint)]
     caught = checkpoint.signal or signal.SIGINT  # another rank's: what it was is that rank's news

@@ -1,6 +1,8 @@
 """Tiny real language models, made once per session, and the helpers that most tests need."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,9 @@ def few_threads():
 def pytest_configure(config):
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A compiler's cache that a killed run left half-written would fail others.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="dlmi-inductor-")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)

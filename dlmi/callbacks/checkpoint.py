@@ -79,12 +79,12 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: "Inverter") -> None:  # type: ignore[override]
         """Save what is unfinished and say how to go on."""
         super().on_train_end(trainer, pl_module)
-        if not (pl_module.active or len(pl_module.queue)):
+        ranks = pl_module.ranks
+        if not (pl_module.active or len(pl_module.queue) or ranks.trouble):
             return
         folder = Path(self.dirpath or trainer.default_root_dir)
         # False: with optimiser and queue.
         trainer.save_checkpoint(folder / checkpoint_name(trainer.global_rank), weights_only=False)
-        ranks = pl_module.ranks
         if not trainer.is_global_zero and ranks.trouble is None:
             return
         who = f"rank {ranks.rank}: " if ranks.size > 1 else ""
