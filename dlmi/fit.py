@@ -176,7 +176,8 @@ class InversionCLI(LightningCLI):
             ranks = _ranks_wanted(config.trainer)
         if config.trainer.strategy == "auto" and ranks > 1:
             config.trainer.strategy = TargetParallelStrategy.__name__
-        self._go_on_after_requeue(config)
+        if slurm.job_id() is not None:
+            self._go_on_after_requeue(config)
         if config.continue_run and not config.ckpt_path:
             config.ckpt_path = _last_checkpoint(config.trainer.logger)
         if not config.ckpt_path:
@@ -237,7 +238,8 @@ class InversionCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ResultWriter):
                 callback.claim(folder)
-        slurm.leave_note(folder, self._settings_key)
+        if slurm.job_id() is not None:
+            slurm.leave_note(folder, self._settings_key)
 
 
 def _ranks_wanted(trainer: Namespace) -> int:

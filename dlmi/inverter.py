@@ -183,6 +183,7 @@ class Inverter(Method):
             slot.loss = values[row]
             slot.output_ids = step.output_ids[row, : len(slot.target.ids)]
             slot.step += 1
+        self.news.steps += len(slots)
         self.log("train/loss", values.mean(), batch_size=1)
         return step.losses.sum()
 
@@ -193,7 +194,6 @@ class Inverter(Method):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The step is over."""
         self._compile.end_step()
-        self.news.count_steps(len(self.active))
 
     def on_train_end(self) -> None:
         """Report what was cut short, by a signal or by the trainer's own limits; wait for all."""

@@ -22,17 +22,14 @@ class News:
             (best LCS of each slot), `left` (budgets still to be spent), `steps` (slots' steps so
             far) and `scalars` (numbers of its latest evaluation, by name).
         scalars: Of this rank, for its status.
+        steps: Of this rank's slots so far.
     """
 
     def __init__(self) -> None:
         self.from_peers: list[dict[str, Any]] = []
         self.scalars: dict[str, list[float]] = {}
         self._last = float("-inf")
-        self._steps = 0
-
-    def count_steps(self, slots: int) -> None:
-        """Another step of this many slots."""
-        self._steps += slots
+        self.steps = 0
 
     def exchange(
         self,
@@ -84,7 +81,7 @@ class News:
             {
                 "in_flight": [slot.best.lcs for slot in slots if slot.best is not None],
                 "left": sum(1 - module.budget.share_used(slot) for slot in slots),
-                "steps": self._steps,
+                "steps": self.steps,
                 "scalars": self.scalars,
             }
         )

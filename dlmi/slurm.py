@@ -31,15 +31,15 @@ def settings_key(settings: str) -> str:
 
 def leave_note(folder: Path, key: str) -> None:
     """Note in a run's folder which job and which settings it is of."""
-    if (job := job_id()) is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _NOTE).write_text(json.dumps({"job": job, "settings": key}) + "\n", "utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    note = {"job": job_id(), "settings": key}
+    (folder / _NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
 
 
 def earlier_folder(runs: Path, key: str) -> Path | None:
     """The folder that this job began with these settings before it was queued again."""
     wanted = {"job": job_id(), "settings": key}
-    if wanted["job"] is None or not int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0):
+    if not int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0):
         return None
     for note in sorted(runs.glob(f"*/{_NOTE}")):
         try:

@@ -8,19 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from subprocess_runs import ROOT, outcome_in, start, wait_for_rows
 
 from dlmi import __version__, read_rows
 from dlmi.cli import COMMANDS, main
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-ROOT = CONFIGS.parent
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -157,44 +155,24 @@ def test_verify_holds_and_notices_a_lie(tiny_flags, tmp_path, capsys):
     assert f"{lines[1]['target_id']}: lcs is recorded as 0.99" in capsys.readouterr().out
 
 
-def start(*arguments, cwd):
-    command = [sys.executable, "-m", "dlmi", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=environment, **pipes)
-
-
-def wait_for_rows(process, results, count, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if results.exists() and results.read_text().count("\n") >= count:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"no {count} rows in {seconds} s: {process.communicate()}")
-
-
-def outcome(folder):
-    return {(r.target_id, r.prompt_ids, r.lcs, r.steps, r.stop_reason) for r in read_rows(folder)}
-
-
 def test_ctrl_c_saves_a_checkpoint_and_the_printed_command_resumes(tiny_flags, tmp_path):
     flags = [*MODEL_FLAGS, "--model.steps", "250", "--model.eval_every", "50", *tiny_flags]
     flags += ["--data.per_k", "4"]
-    process = start("fit", *flags, cwd=tmp_path)
+    process = start(["fit", *flags], tmp_path)
     folder = tmp_path / "lightning_logs" / "version_0"
-    wait_for_rows(process, folder / "results.jsonl", 2)
+    wait_for_rows(process, folder, 2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "interrupted" in {row.stop_reason for row in read_rows(folder)}
     printed = next(line for line in errors.splitlines() if "python -m dlmi fit" in line)
-    resumed = start(*printed.split()[3:], cwd=tmp_path)
+    resumed = start(printed.split()[3:], tmp_path)
     _, errors = resumed.communicate(timeout=240)
     assert resumed.returncode == 0, errors
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     assert run("fit", *flags) == 0
-    assert outcome(folder) == outcome(tmp_path / "lightning_logs" / "version_1")
+    assert outcome_in(folder) == outcome_in(tmp_path / "lightning_logs" / "version_1")
 
 
 def test_max_steps_leaves_a_run_that_resumes(tiny_flags, tmp_path, capsys):
@@ -206,7 +184,7 @@ def test_max_steps_leaves_a_run_that_resumes(tiny_flags, tmp_path, capsys):
     assert run("fit", *flags, "--ckpt_path", checkpoint) == 0
     assert "│ all │       4 │" in capsys.readouterr().out  # the table has the earlier rows too
     assert run("fit", *flags) == 0
-    assert outcome(folder) == outcome(tmp_path / "lightning_logs" / "version_1")
+    assert outcome_in(folder) == outcome_in(tmp_path / "lightning_logs" / "version_1")
 
 
 def bad_inputs():

@@ -37,7 +37,6 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._enabled = True
         self._started = 0.0
         self._last_line = 0.0
-        self._steps = 0
         self._left_at_start = 0.0
 
     def disable(self) -> None:
@@ -64,7 +63,6 @@ class InversionProgress(InversionCallback, ProgressBar):
         if trainer.loggers:
             self.console.print(f"results and TensorBoard in {pl_module.folder}", **_AS_IS)
         self._started = self._last_line = time.monotonic()
-        self._steps = 0
         self._left_at_start = float(len(pl_module.data.targets))
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
@@ -76,7 +74,6 @@ class InversionProgress(InversionCallback, ProgressBar):
         self, trainer: Trainer, pl_module: "Inverter", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on by one step of each slot in flight."""
-        self._steps += len(pl_module.active)
         self._show(pl_module)
 
     def on_resume(self, trainer: Trainer, module: "Inverter", kept: int, resumed: int) -> None:
@@ -158,7 +155,7 @@ class InversionProgress(InversionCallback, ProgressBar):
         left = self._left(module)
         spent = self._left_at_start - left
         time_left = clock(left / spent * elapsed) if spent > 0 else "?"
-        steps = self._steps + sum(peer["steps"] for peer in peers)
+        steps = module.news.steps + sum(peer["steps"] for peer in peers)
         return (
             f"{len(rows)}/{len(module.data.targets)} targets · {steps / elapsed:.2f} steps/s · "
             f"mean LCS {mean} · in flight {shown}{more} · at most {time_left} left"

@@ -12,7 +12,6 @@ from dlmi.results import (
     RESULTS_FILE,
     Inversion,
     append_line,
-    best_of_each,
     read_rows,
     results_files,
     results_name,
@@ -67,12 +66,11 @@ class ResultWriter(InversionCallback):
         self.claim(folder, rank)
 
     def _take_over(self, trainer: Trainer, module: "Inverter") -> None:
-        files = results_files(module.folder)
-        if not files:
+        if not results_files(module.folder):
             return
         if trainer.ckpt_path is None and not self.continues:
             refuse_used_folder(module.folder)
-        rows = best_of_each(row for file in files for row in read_rows(file, tolerate_cut=True))
+        rows = read_rows(module.folder, tolerate_cut=True)
         for row in rows:
             module.check_own(row)
         self._earlier_rows = [row for row in rows if row.stop_reason != "interrupted"]
