@@ -25,6 +25,17 @@ def read_embedding_matrix(model: Any) -> Tensor:
     return vectors
 
 
+def gather_head_input(model: Any) -> None:
+    """Let the head see the last positions of many rows as one matrix.
+
+    Cut out of longer rows they are a batch of matrices, which PyTorch multiplies row by row,
+    reading the whole head for each.
+    """
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+    )
+
+
 @torch.no_grad()
 def check_invertible(lm: "FrozenLM") -> None:
     """Refuse by name what cannot be inverted: no soft prompts, or not causal."""

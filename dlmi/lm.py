@@ -1,9 +1,9 @@
 """A frozen causal language model, seen the way inversion needs it.
 
 A prompt goes in as embeddings, soft or hard. Out come the logits at the M positions that predict
-the target, either with the target's own prefix fed in (`target_logits`, teacher forcing) or with
-the model's own greedy tokens fed back (`free_run`). Fixed tokens before the prompt are a `Prefix`,
-whose keys and values are computed once. Nothing here ever changes a weight.
+the target, with the target's own prefix fed in (`target_logits`, teacher forcing) or the model's
+own greedy tokens (`free_run`). Fixed tokens before the prompt are a `Prefix`, whose keys and values
+are computed once. Nothing here ever changes a weight.
 
 Axes in shape comments: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM,
 d embedding width.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dlmi import interface
 from dlmi.compiled import CompiledPass
 from dlmi.errors import InputError
-from dlmi.interface import check_invertible, find_bos_id, read_embedding_matrix
 from dlmi.memory import RowsPerPass
 from dlmi.metrics import perplexity
 from dlmi.placement import dtype_name, fingerprint, is_spread, weight_devices
@@ -66,12 +66,13 @@ class FrozenLM:
         self.precision = PassPrecision()
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
+        self.embedding_matrix = interface.read_embedding_matrix(model)  # (rows, d)
         rows = self.embedding_matrix.shape[0]
         known_ids = sorted({i for i in tokenizer.get_vocab().values() if i < rows})
         # The ids a prompt may hold: rows that no token uses never get a column in Z.
         self.prompt_token_ids = torch.tensor(known_ids)
-        check_invertible(self)
+        interface.check_invertible(self)
+        interface.gather_head_input(model)
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +87,7 @@ class FrozenLM:
 
     @property
     def dtype_name(self) -> str:
-        """What rows say: `float32`, or `float16+int8` where weights are kept in 8 bits."""
+        """What rows say: `float32`, or `float16+int8` for weights in 8 bits."""
         return dtype_name(self.dtype, self.model.config)
 
     @property
@@ -118,7 +119,7 @@ class FrozenLM:
     @property
     def bos_id(self) -> int:
         """The token that stands before a text: the override, else BoS, else EoS."""
-        return find_bos_id(self, self._bos)
+        return interface.find_bos_id(self, self._bos)
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""

@@ -14,7 +14,7 @@ from dlmi import load_lm
 from dlmi.candidates import score_candidates
 from dlmi.commands import _verify_row
 from dlmi.errors import InputError
-from dlmi.memory import graph_bytes
+from dlmi.memory import RowsPerPass, graph_bytes
 from dlmi.methods import DLMI, GCG
 from dlmi.models import PACKAGED
 from dlmi.placement import check_placed
@@ -114,6 +114,7 @@ def test_memory_is_counted_on_every_device(tiny, monkeypatch):
     monkeypatch.setattr("dlmi.memory.graph_bytes", lambda lm, tokens: graphs)
     monkeypatch.setattr("dlmi.memory.free_memory", room.get)
     monkeypatch.setattr(type(tiny), "devices", [CPU, other])
+    monkeypatch.setattr(tiny, "rows_per_pass", RowsPerPass())  # what others measured is kept
     seen = []
     tiny.rows_per_pass.run(tiny, 12, 8, 4, seen.append, gradient=True)
     assert [part.stop - part.start for part in seen] == [6, 6]

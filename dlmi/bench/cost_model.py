@@ -133,9 +133,7 @@ class CostModel:
     def _products(self, rows: int, tokens: int, keep: int) -> float:
         lm, head = self.lm, self.lm.vocabulary * self.lm.width
         operations = lm.pass_operations(rows, tokens, keep) - lm.attention_operations(rows, tokens)
-        # The last positions of many rows are no matrix but a batch: each row reads the head.
-        head_reads = rows if keep < tokens else 1
-        weights = (lm.block_weights + head_reads * head) * lm.weight_bytes
+        weights = (lm.block_weights + head) * lm.weight_bytes
         return operations / self.machine.flops + weights / self.machine.weight_bandwidth
 
     def _elementwise(self, tokens: int, accesses: int) -> float:
