@@ -7,11 +7,13 @@ Axes: C candidates, N prompt tokens, M target tokens.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from dlmi.evaluation import pad_targets
+from dlmi.fluency import Fluency, reading_states
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName, target_loss
 from dlmi.prefix import Prefix
@@ -68,6 +70,7 @@ def score_candidates(
     target: Target,
     loss: LossName = "cross_entropy",
     prompt_bos: bool = False,
+    fluency: Fluency | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Teacher-forced scores of candidates.
 
@@ -78,6 +81,7 @@ def score_candidates(
         target: The one target.
         loss: Which loss.
         prompt_bos: Put BoS before each prompt.
+        fluency: A penalty on unlikely prompts, added to each loss.
 
     Returns:
         The loss of each candidate, (C,), what teacher forcing decodes after it, (C, M), and how
@@ -87,7 +91,12 @@ def score_candidates(
     length = len(prompt_ids)
     target_ids, mask = pad_targets([target], lm.device)  # (1, M)
     bos_ids = prompt_ids.new_tensor([lm.bos_id] if prompt_bos else [])
-    prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
+
+    def watch() -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([]) if fluency is None else reading_states(lm)
+
+    with watch() as prompt_states:
+        prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
     differs = candidate_ids != prompt_ids
     # A candidate like the prompt itself shares all but the last token, whose logits it needs.
     shared = torch.where(differs.any(-1), differs.int().argmax(-1), length - 1)  # (C,)
@@ -100,13 +109,21 @@ def score_candidates(
     output_ids: list[Tensor] = []
     order: list[int] = []
     for start, members in group_by_shared(shared.tolist(), row_length, overhead):
-        rest_ids = candidate_ids[members, start:]
+        group_ids = candidate_ids[members]
         common = prefix.shortened(len(bos_ids) + start)
 
-        def work(rows: slice, ids: Tensor = rest_ids, common: Prefix = common) -> None:
+        def work(
+            rows: slice, ids: Tensor = group_ids, start: int = start, common: Prefix = common
+        ) -> None:
             expanded = target_ids.expand(len(ids[rows]), -1)
-            logits = lm.target_logits(lm.embed(ids[rows]), expanded, common or None)
-            losses.append(target_loss(loss, logits, expanded, mask.expand_as(expanded)))
+            with watch() as states:
+                logits = lm.target_logits(lm.embed(ids[rows, start:]), expanded, common or None)
+            row_losses = target_loss(loss, logits, expanded, mask.expand_as(expanded))
+            if fluency is not None:
+                shared_states = prompt_states[0][:, len(bos_ids) :][:, :start]
+                own_states = states[0][:, -(row_length - start) :]
+                row_losses += fluency.of_candidates(ids[rows], shared_states, own_states)
+            losses.append(row_losses)
             output_ids.append(logits.argmax(-1))
 
         lm.rows_per_pass.run(lm, len(members), row_length - start, len(target.ids), work)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
 from dlmi.errors import InputError
+from dlmi.fluency import Fluency
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
@@ -37,6 +38,7 @@ class Method(LightningModule, ABC):
         prompt_bos: Whether BoS stands before the prompt.
         allowed_tokens: What a prompt may hold.
         forbid_target_tokens: What it may not hold of its target.
+        fluency: Weight of the penalty on unlikely prompts; 0 for none.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
     """
@@ -48,7 +50,9 @@ class Method(LightningModule, ABC):
     forbid_target_tokens: ForbiddenTokens
     slots: list[Slot | None]
     Z: nn.ParameterList
+    fluency: float = 0.0
     _vocabulary: Vocabulary | None = None
+    _fluency_term: Fluency | None = None
 
     # ---- what a method fills in
 
@@ -116,6 +120,21 @@ class Method(LightningModule, ABC):
         if self._vocabulary is None or self._vocabulary.lm is not lm:
             self._vocabulary = Vocabulary(lm, self.token_sets(), self.forbid_target_tokens)
         return self._vocabulary
+
+    @property
+    def fluency_term(self) -> Fluency | None:
+        """The penalty on unlikely prompts, where there is one."""
+        if not self.fluency:
+            return None
+        if self._fluency_term is None or self._fluency_term.vocabulary is not self.vocabulary:
+            self._fluency_term = Fluency(self.vocabulary, self.fluency)
+        return self._fluency_term
+
+    @property
+    def prompt_matrix(self) -> Tensor:
+        """What each token embeds to, and is read out by where there is a penalty, (V, d ..)."""
+        term = self.fluency_term
+        return self.vocabulary.matrix if term is None else term.matrix
 
     @property
     def judge(self) -> Judge:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dlmi.evaluation import bos_prefix, pad_targets
+from dlmi.fluency import Fluency, Score
 from dlmi.lm import FrozenLM, NextEmbeds
 from dlmi.losses import LossName, target_loss
 from dlmi.slots import Slot
@@ -26,8 +27,6 @@ from dlmi.targets import Target
 
 # Draws what a free run of some of the rows reads next: the rows, a step's logits and its index.
 RowNextEmbeds = Callable[[slice, Tensor, int], Tensor]
-# Prompts of some rows, (r, N, d), to their losses, (r,), and what was decoded, (r, M).
-_Score = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 _HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way through the LM
 
@@ -60,17 +59,19 @@ def target_pass(
     teacher_forcing: bool = True,
     prompt_bos: bool = False,
     next_embeds: RowNextEmbeds | None = None,
+    fluency: Fluency | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Send S prompts of each slot through the LM, and charge the slots for it.
 
     Args:
         lm: The model.
         slots: B of them.
-        prompt_embeds: (B, S, N, d).
+        prompt_embeds: (B, S, N, d); with `fluency`, products with its matrix.
         loss: Which loss.
         teacher_forcing: Feed the target's own prefix; else run freely.
         prompt_bos: Put BoS before each prompt.
         next_embeds: What a free run reads next; default: the greedy token.
+        fluency: A penalty on unlikely prompts, added to the loss of each row.
 
     Returns:
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
@@ -93,8 +94,9 @@ def target_pass(
         return losses, logits.detach().argmax(-1)
 
     tokens = prompt_length + target_length - 1
+    final_score = score if fluency is None else fluency.added_to(score, target_length - 1)
     losses, output_ids = _RowLosses.apply(
-        prompt_embeds.flatten(0, 1), lm, score, tokens, target_length
+        prompt_embeds.flatten(0, 1), lm, final_score, tokens, target_length
     )  # type: ignore[no-untyped-call]
     for slot in slots:
         passed = samples * row_tokens(prompt_length, slot.target)
@@ -114,7 +116,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, embeds: Tensor, lm: FrozenLM, score: _Score, tokens: int, target_length: int
+        ctx: Any, embeds: Tensor, lm: FrozenLM, score: Score, tokens: int, target_length: int
     ) -> tuple[Tensor, Tensor]:
         wants_gradient: bool = ctx.needs_input_grad[0]
         losses = embeds.new_empty(len(embeds))
