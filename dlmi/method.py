@@ -16,12 +16,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_positive
 from dlmi.fluency import Fluency
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
+from dlmi.refinement import Refinement, check_refinement
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target
@@ -39,6 +40,9 @@ class Method(LightningModule, ABC):
         allowed_tokens: What a prompt may hold.
         forbid_target_tokens: What it may not hold of its target.
         fluency: Weight of the penalty on unlikely prompts; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers.
+        refine_after: Share of the budget after which the best discrete prompt is refined.
+        refine_width: Swaps that a step of the refinement tries.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
     """
@@ -51,6 +55,9 @@ class Method(LightningModule, ABC):
     slots: list[Slot | None]
     Z: nn.ParameterList
     fluency: float = 0.0
+    norm_gradient_scale: float = 1.0
+    refine_after: float = 1.0
+    refine_width: int = 16
     _vocabulary: Vocabulary | None = None
     _fluency_term: Fluency | None = None
 
@@ -135,6 +142,34 @@ class Method(LightningModule, ABC):
         """What each token embeds to, and is read out by where there is a penalty, (V, d ..)."""
         term = self.fluency_term
         return self.vocabulary.matrix if term is None else term.matrix
+
+    def set_norm_gradient_scale(self, factor: float) -> None:
+        """Scale gradients at the LM's norm layers, in every step."""
+        check_positive("model", norm_gradient_scale=factor)
+        self.norm_gradient_scale = factor
+
+    def set_refinement(self, after: float, width: int) -> None:
+        """Refine the best discrete prompt once a share of the budget is used up."""
+        check_refinement(after, width)
+        self.refine_after, self.refine_width = after, width
+
+    @property
+    def refinement(self) -> Refinement:
+        """The search that follows, where there is one."""
+        return Refinement(self.vocabulary, self.refine_width, self.prompt_bos, self.fluency_term)
+
+    def dearest_step(self, target_length: int) -> int:
+        """Token passes of a step of either kind, at most."""
+        relaxed = self.token_passes_per_step(target_length)
+        if self.refine_after == 1:
+            return relaxed
+        read = self.prompt_length + target_length - 1
+        # The first one scores its start, takes a gradient and tries its swaps.
+        return max(relaxed, 2 * read + 2 * self.prompt_length + (self.refine_width + 1) * read)
+
+    def is_refined(self, slot: Slot) -> bool:
+        """Whether a slot is past its relaxation."""
+        return self.refine_after < 1 and self.budget.share_used(slot) >= self.refine_after
 
     @property
     def judge(self) -> Judge:

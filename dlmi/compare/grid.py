@@ -268,7 +268,7 @@ def _cost(grid: Grid, method: Inverter, most: int, target_length: int) -> int:
         return most
     evaluation = method.prompt_length + 2 * target_length
     evaluations = 1 + most // method.eval_every
-    return most * method.token_passes_per_step(target_length) + evaluations * evaluation
+    return most * method.dearest_step(target_length) + evaluations * evaluation
 
 
 def _count_targets(data: dict[str, Any]) -> int | None:

@@ -116,6 +116,7 @@ class GCG(Inverter):
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
         seed: With the target's id it fixes the draws. On the command line: `seed_everything`.
     """
 
@@ -137,6 +138,7 @@ class GCG(Inverter):
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -149,6 +151,7 @@ class GCG(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
         self.fluency = check_fluency(fluency, prompt_length)
         check_at_least_one("model", search_width=search_width, topk=topk, n_replace=n_replace)
         if n_replace > prompt_length:

@@ -105,6 +105,10 @@ class SODA(Inverter):
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
         seed: With the target's id it fixes the restarts. On the command line: `seed_everything`.
     """
 
@@ -126,6 +130,9 @@ class SODA(Inverter):
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -138,6 +145,8 @@ class SODA(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_refinement(refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, decay=decay)
         check_at_least_one("model", reset_every=reset_every, reinit_every=reinit_every)
