@@ -24,7 +24,8 @@ from dlmi.method import Method
 from dlmi.news import News
 from dlmi.precision import drop_gradient_scaler
 from dlmi.ranks import Ranks
-from dlmi.results import Inversion, build_row, describe_environment
+from dlmi.results import Inversion, describe_environment
+from dlmi.row_building import build_row
 from dlmi.saved_slots import SavedSlots, pack_slots
 from dlmi.slots import Budget, Slot
 from dlmi.strategy import ranks_of
