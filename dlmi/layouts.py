@@ -103,8 +103,9 @@ class Layout:
         ends = self._ends_tensor[rows]
         wanted = ends[:, None] - 1 + torch.arange(target_ids.shape[1], device=ends.device)
         from_end = (self.tokens - wanted).clamp_min(1)  # (r, M); beyond a row's target all is pad
+        keep = max(int(from_end.max()), target_ids.shape[1])
         with lm.compiled.paused(), _head_at(lm, from_end):
-            return lm.last_logits(inputs_embeds, int(from_end.max()), prefix)
+            return lm.last_logits(inputs_embeds, keep, prefix)
 
     def free(
         self,
