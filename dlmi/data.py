@@ -17,7 +17,7 @@ from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DeviceMap, DType, Quantization
 from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
-from dlmi.templates import Template
+from dlmi.templates import find_template
 
 
 class TargetDataModule(LightningDataModule):
@@ -92,8 +92,7 @@ class TargetDataModule(LightningDataModule):
             raise InputError("Expected `data.targets_file` or `data.texts`, but got both.")
         if texts is not None and not texts:
             raise InputError("Expected `data.texts` to hold at least one text, but it is empty.")
-        text = "{slot}" if chat and template is None else template
-        self.template = None if text is None else Template(text, chat)
+        self.template = find_template(template, chat)
         if self.template is not None and self.template.fields and targets_file is None:
             raise InputError(
                 f"Expected `data.targets_file` with the fields of `data.template` "

@@ -109,6 +109,13 @@ class Template:
         return FilledTemplate(frame, texts[-1])
 
 
+def find_template(text: str | None, chat: bool) -> Template | None:
+    """The template that is asked for; a chat without a text is a message of the prompt alone."""
+    if text is None:
+        return Template("{slot}", chat) if chat else None
+    return Template(text, chat)
+
+
 def _parse(text: str) -> Iterator[tuple[str, str]]:
     """Kind and value of each part: `text`, `field` with its name, `slot` with its length."""
     start = 0

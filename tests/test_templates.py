@@ -11,7 +11,7 @@ from test_contracts import StopAfter, assert_same, comparable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dlmi import InputError, Target, load_lm
+from dlmi import InputError, Target, invert, load_lm
 from dlmi.callbacks import ResultWriter, RunCheckpoint
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts
@@ -409,3 +409,13 @@ def test_verify_reads_the_whole_prompt_and_notices_a_lie(model_folder, questions
         results.write_text(json.dumps(lie) + "\n")
         assert run("verify", results) == 1
     capsys.readouterr()
+
+
+def test_invert_in_a_template(tiny):
+    found = invert(tiny, " w4 w5", prompt_length=3, steps=4, template="w1 {slot} w2")
+    assert found.row.full_text == f"w1 {found.prompt_text} w2"
+    said = tiny.greedy(torch.tensor([found.row.full_ids]), 2)[0].tolist()
+    assert list(found.output_ids) == list(found.pasted_output_ids) == said
+    assert found.to_json()["full_text"] == found.row.full_text
+    with pytest.raises(InputError, match="is a field"):
+        invert(tiny, " w4", prompt_length=3, steps=1, template="{question} {slot}")

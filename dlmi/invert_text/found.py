@@ -87,7 +87,10 @@ class FoundPrompt:
             *("lcs", "exact", "pasted_output_text", "pasted_output_ids"),
             *("pasted_lcs", "pasted_exact", "seconds", "interrupted"),
         )
+        row_names: tuple[str, ...]
         row_names = ("target_ids", "method", "steps", "seed", "model", "dtype", "device")
+        if self.row.frame is not None:
+            row_names = ("full_text", "full_ids", *row_names)
         return {
             **{name: getattr(self, name) for name in names},
             **{name: getattr(self.row, name) for name in row_names},
