@@ -3,7 +3,7 @@
 Everything before the first token that differs is the same for all, so its keys and values are
 computed once and shared: a candidate that changes position p costs N - p + M - 1 tokens.
 
-Axes: C candidates, N prompt tokens, M target tokens.
+Axes: C candidates, N prompt tokens, P of a prompt in its frame, M target tokens.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from dlmi.evaluation import pad_targets
 from dlmi.fluency import Fluency, reading_states
+from dlmi.layouts import pad_ids
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName, target_loss
 from dlmi.prefix import Prefix
@@ -78,7 +78,7 @@ def score_candidates(
         lm: The model.
         prompt_ids: What they were made from, (N,).
         candidate_ids: (C, N).
-        target: The one target.
+        target: The one target; where it has examples, the loss is their mean.
         loss: Which loss.
         prompt_bos: Put BoS before each prompt.
         fluency: A penalty on unlikely prompts, added to each loss.
@@ -88,9 +88,32 @@ def score_candidates(
         many tokens the LM has read. A candidate that decodes the target this way also produces it
         in a free greedy run.
     """
-    length = len(prompt_ids)
-    target_ids, mask = pad_targets([target], lm.device)  # (1, M)
     bos_ids = prompt_ids.new_tensor([lm.bos_id] if prompt_bos else [])
+    scores = []
+    for example in target.readings:
+        around = prompt_ids.new_tensor(example.frame.full_ids([0] * len(prompt_ids)))
+        places = example.frame.places(len(prompt_ids))
+        in_frame, candidates = around.clone(), around.repeat(len(candidate_ids), 1)
+        in_frame[places], candidates[:, places] = prompt_ids, candidate_ids
+        scores.append(_score(lm, in_frame, candidates, example.ids, loss, bos_ids, fluency))
+    if len(scores) == 1:
+        return scores[0]
+    losses, output_ids, tokens_read = zip(*scores, strict=True)
+    return torch.stack(losses).mean(0), torch.cat(output_ids, dim=1), sum(tokens_read)
+
+
+def _score(
+    lm: FrozenLM,
+    prompt_ids: Tensor,
+    candidate_ids: Tensor,
+    target: tuple[int, ...],
+    loss: LossName,
+    bos_ids: Tensor,
+    fluency: Fluency | None,
+) -> tuple[Tensor, Tensor, int]:
+    """The same of whole prompts, (P,) and (C, P), and one target."""
+    length = len(prompt_ids)
+    target_ids, mask = pad_ids([target], lm.device)  # (1, M)
 
     def watch() -> AbstractContextManager[list[Tensor]]:
         return nullcontext([]) if fluency is None else reading_states(lm)
@@ -103,7 +126,7 @@ def score_candidates(
     if prefix.layers is None:
         shared.zero_()
     overhead = _PASS_OVERHEAD.get(lm.device.type, _DEFAULT_OVERHEAD)
-    row_length = length + len(target.ids) - 1
+    row_length = length + len(target) - 1
     tokens_read = len(prefix)
     losses: list[Tensor] = []
     output_ids: list[Tensor] = []
@@ -126,7 +149,7 @@ def score_candidates(
             losses.append(row_losses)
             output_ids.append(logits.argmax(-1))
 
-        lm.rows_per_pass.run(lm, len(members), row_length - start, len(target.ids), work)
+        lm.rows_per_pass.run(lm, len(members), row_length - start, len(target), work)
         order += members
         tokens_read += len(members) * (row_length - start)
     back = torch.tensor(order, device=lm.device).argsort()

@@ -48,14 +48,34 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
     vocabulary.check_targets(data.targets)
     module.check_vocabulary(vocabulary, data.targets)
     _ = module.fluency_term  # refuses an LM that it does not fit
+    _check_lengths(data, module)
+
+
+def _check_lengths(data: TargetDataModule, module: "Inverter") -> None:
+    """Slots must hold the prompt, and the LM's positions the whole."""
     prompt_length = module.prompt_length + module.prompt_bos
-    longest = max(data.targets, key=lambda target: len(target.ids))
-    limit = data.lm.max_positions
-    if limit is not None and prompt_length + len(longest.ids) > limit:
+    for target in data.targets:
+        for example in target.readings:
+            example.frame.sizes(module.prompt_length)
+            if module.prompt_bos and example.frame.fixed_ids[:1] == (data.lm.bos_id,):
+                raise InputError(
+                    "Expected `model.prompt_bos` to be false with a template that starts with BoS "
+                    f"already, but it is true (target {target.id}). Leave it out."
+                )
+            if module.fluency and example.frame.fixed_ids:
+                raise InputError(
+                    "Expected `model.fluency` to be 0 with `data.template` or `data.chat`, but got "
+                    f"{module.fluency}: the penalty knows prompts that stand alone. Leave it out."
+                )
+    longest = max(data.targets, key=lambda target: target.longest_row(0))
+    limit, rest = data.lm.max_positions, longest.longest_row(0)
+    if limit is not None and prompt_length + rest > limit:
+        has_frame = any(example.frame.fixed_ids for example in longest.readings)
+        what = "template + target length" if has_frame else "target length"
         raise InputError(
-            f"Expected `model.prompt_length` + target length to be at most {limit} (the positions "
-            f"of {data.lm.name}), but got {prompt_length} + {len(longest.ids)} (target "
-            f"{longest.id}). Shorten one of them."
+            f"Expected `model.prompt_length` + {what} to be at most {limit} (the positions "
+            f"of {data.lm.name}), but got {prompt_length} + {rest} (target {longest.id}). Shorten "
+            "one of them."
         )
 
 

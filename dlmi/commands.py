@@ -14,11 +14,11 @@ from rich.table import Table
 from dlmi.data import TargetDataModule
 from dlmi.display import visible
 from dlmi.errors import InputError
-from dlmi.evaluation import evaluate_prompts
+from dlmi.evaluation import mean_lcs, pasted_lcs, read_alone
 from dlmi.lm import FrozenLM
 from dlmi.models import load_lm
 from dlmi.placement import DeviceMap, split_dtype_name
-from dlmi.results import Inversion, read_rows, text_lcs
+from dlmi.results import Inversion, read_rows
 from dlmi.targets import Target, describe_target, write_targets
 from dlmi.transfer import add_transfer_arguments, report_transfer
 
@@ -133,24 +133,27 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
     """What does not hold, and whether the prompt is exact from ids and from text."""
     if not row.prompt_ids or not row.target_ids:
         return ["prompt or target is empty"], False, False
-    lm.check_ids([*row.prompt_ids, *row.target_ids], f"row {row.target_id}")
+    target = row.target
+    fixed_ids = [i for example in target.readings for i in example.frame.fixed_ids]
+    lm.check_ids([*row.prompt_ids, *row.target_ids, *fixed_ids], f"row {row.target_id}")
     prompt_bos = bool(row.settings.get("prompt_bos", False))
-    length = prompt_bos + len(row.prompt_ids) + len(row.target_ids)
+    length = prompt_bos + target.longest_row(len(row.prompt_ids))
     if lm.max_positions is not None and length > lm.max_positions:
         return [f"{length} tokens are more than {lm.name} has positions"], False, False
-    target = Target(row.target_id, row.target_ids, row.target_text)
-    prompt_ids = torch.tensor([row.prompt_ids], device=lm.device)
-    now = evaluate_prompts(lm, prompt_ids, [target], [row.best_step], prompt_bos)[0]
-    prompt_text = lm.decode(row.prompt_ids)
-    now_text_lcs = text_lcs(lm, prompt_text, row.target_ids, prompt_bos)
-    is_exact = now.output_ids == row.target_ids
+    output_ids, _ = read_alone(lm, row.prompt_ids, target, prompt_bos)
+    now_text_lcs = pasted_lcs(lm, row.prompt_ids, target, prompt_bos)
+    is_exact = output_ids == row.target_ids
     recorded_and_now: dict[str, tuple[Any, Any]] = {
-        "output_ids": (row.output_ids, now.output_ids),
-        "lcs": (row.lcs, now.lcs),
+        "output_ids": (row.output_ids, output_ids),
+        "lcs": (row.lcs, mean_lcs(target, output_ids)),
         "exact": (row.exact, is_exact),
-        "prompt_text": (row.prompt_text, prompt_text),
+        "prompt_text": (row.prompt_text, lm.decode(row.prompt_ids)),
         "round_trip_lcs": (row.round_trip_lcs, now_text_lcs),
     }
+    if row.frame is not None:
+        full_ids = row.frame.full_ids(row.prompt_ids)
+        recorded_and_now["full_ids"] = row.full_ids, full_ids
+        recorded_and_now["full_text"] = row.full_text, lm.decode(full_ids)
     problems = [
         f"{name} is recorded as {recorded!r} but is {value!r}"
         for name, (recorded, value) in recorded_and_now.items()

@@ -10,12 +10,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlmi.compiled import CompileSetting
 from dlmi.errors import InputError, check_at_least_one
+from dlmi.framed_targets import frame_target, share_head
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DeviceMap, DType, Quantization
 from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
+from dlmi.templates import find_template
 
 
 class TargetDataModule(LightningDataModule):
@@ -50,6 +52,11 @@ class TargetDataModule(LightningDataModule):
         target_seed: Seed of the target generator.
         targets_file: JSONL with `ids` or `text` in each line, or plain text, a target a line.
         texts: Targets as literal texts.
+        template: Fixed text around the prompt, such as "{question} Hint:{slot} Answer:". Learned
+            tokens go into `{slot}`, exactly 5 of them into `{slot:5}`; other names are fields of a
+            target's line in a JSONL `targets_file`.
+        chat: Make the template (by default the prompt alone) the user's message of a chat, as the
+            tokenizer's own chat template writes it.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class TargetDataModule(LightningDataModule):
         target_seed: int = 42,
         targets_file: str | None = None,
         texts: list[str] | None = None,
+        template: str | None = None,
+        chat: bool = False,
     ) -> None:
         super().__init__()
         check_at_least_one("data", batch_size=batch_size, per_k=per_k, target_length=target_length)
@@ -83,6 +92,12 @@ class TargetDataModule(LightningDataModule):
             raise InputError("Expected `data.targets_file` or `data.texts`, but got both.")
         if texts is not None and not texts:
             raise InputError("Expected `data.texts` to hold at least one text, but it is empty.")
+        self.template = find_template(template, chat)
+        if self.template is not None and self.template.fields and targets_file is None:
+            raise InputError(
+                f"Expected `data.targets_file` with the fields of `data.template` "
+                f"({', '.join(self.template.fields)}), but there is none."
+            )
         self.save_hyperparameters()
         self.lm_name = lm
         self.dtype: DType = dtype
@@ -144,9 +159,9 @@ class TargetDataModule(LightningDataModule):
             self.quantization,
         )
         if self.targets_file is not None:
-            targets = read_targets(lm, Path(self.targets_file))
+            targets = read_targets(lm, Path(self.targets_file), self.template)
         elif self.texts is not None:
-            targets = texts_to_targets(lm, self.texts)
+            targets = texts_to_targets(lm, self.texts, self.template)
         else:
             targets = generate_targets(
                 lm,
@@ -158,6 +173,8 @@ class TargetDataModule(LightningDataModule):
                 self.eos,
                 self.exclude_special,
             )
+            if self.template is not None:
+                targets = [frame_target(lm, target, self.template) for target in targets]
         self._take(lm, targets)
 
     def _take(self, lm: FrozenLM, targets: list[Target]) -> None:
@@ -174,7 +191,7 @@ class TargetDataModule(LightningDataModule):
                 )
             self.compile = False
         lm.rows_per_pass = self.rows_per_pass
-        self._lm, self._targets = lm, targets
+        self._lm, self._targets = lm, share_head(targets)
 
     def share_targets(self, ranks: Ranks) -> None:
         """Take rank 0's targets: those drawn by rank could differ between kinds of devices."""

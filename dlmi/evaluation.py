@@ -1,20 +1,21 @@
 """The honest measurement: a discrete prompt, really decoded.
 
 `evaluate_prompts` is all that decides what is best so far and when a target is solved. The prompt
-is a row of token ids, the decode is free and greedy, and EoS does not end it.
+is a row of token ids, the decode is free and greedy, and EoS does not end it. A prompt that several
+examples share is read with each of them: its LCS and its loss are the means.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dlmi.frames import Example
+from dlmi.layouts import lay_out
 from dlmi.lm import FrozenLM
-from dlmi.losses import target_loss, target_mask
+from dlmi.losses import target_loss
 from dlmi.metrics import lcs_ratio
-from dlmi.prefix import Prefix
 from dlmi.targets import Target
 
 
@@ -25,7 +26,7 @@ class Evaluation:
     Attributes:
         step: Optimisation steps before this evaluation.
         prompt_ids: The discrete prompt.
-        output_ids: Its greedy decode, as long as the target.
+        output_ids: Its greedy decode, as long as the target; of examples, one after the other.
         lcs: Honest LCS ratio.
         discrete_loss: Teacher-forced cross-entropy of the target after the discrete prompt.
         loss: Training loss of the last step before, on the relaxed prompt; None at step 0.
@@ -49,29 +50,40 @@ class Evaluation:
         return self.is_eligible, self.lcs, -self.discrete_loss
 
 
-def pad_targets(targets: Sequence[Target], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Targets as one tensor padded on the right, (R, M), and the mask of its real tokens."""
-    return _pad(tuple(target.ids for target in targets), device)
+def say(lm: FrozenLM, ids: Sequence[int], length: int, prompt_bos: bool) -> tuple[int, ...]:
+    """The greedy decode of one whole prompt, alone; nothing after a prompt of no tokens."""
+    if not ids:
+        return ()
+    prefix = lm.prefix([lm.bos_id]) if prompt_bos else None
+    output_ids = lm.greedy(torch.tensor([list(ids)], device=lm.device), length, prefix)
+    return tuple(output_ids[0].tolist())
 
 
-@functools.lru_cache(maxsize=16)  # a batch keeps its targets for many steps
-def _pad(targets: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([len(ids) for ids in targets], device=device)
-    width = int(lengths.max())
-    rows = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in targets]
-    return torch.tensor(rows, device=device), target_mask(lengths, width)
-
-
-def bos_prefix(lm: FrozenLM) -> Prefix:
-    """BoS before a prompt."""
-    return lm.prefix([lm.bos_id])
+def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target, prompt_bos: bool) -> float:
+    """Honest LCS of a prompt whose text is pasted, with what is around it; 0 for no tokens."""
+    ratios = []
+    for example in target.readings:
+        ids = lm.encode(lm.decode(example.frame.full_ids(prompt_ids)))
+        ratios.append(lcs_ratio(example.ids, say(lm, ids, len(example.ids), prompt_bos)))
+    return sum(ratios) / len(ratios)
 
 
 def decoded_tokens(target: Target, output_ids: Sequence[int]) -> int:
     """Tokens that the free run had to read beyond the teacher-forced pass before it."""
-    pairs = zip(target.ids, output_ids, strict=True)
-    right = next((i for i, (wanted, got) in enumerate(pairs) if wanted != got), len(target.ids))
-    return max(0, len(target.ids) - 1 - right)
+    tokens = 0
+    for example, said_ids in zip(target.readings, target.split(output_ids), strict=True):
+        pairs = zip(example.ids, said_ids, strict=True)
+        length = len(example.ids)
+        right = next((i for i, (wanted, got) in enumerate(pairs) if wanted != got), length)
+        tokens += max(0, length - 1 - right)
+    return tokens
+
+
+def mean_lcs(target: Target, output_ids: Sequence[int]) -> float:
+    """Honest LCS ratio of a target, averaged over its examples."""
+    pairs = zip(target.readings, target.split(output_ids), strict=True)
+    ratios = [lcs_ratio(example.ids, said_ids) for example, said_ids in pairs]
+    return sum(ratios) / len(ratios)
 
 
 @torch.no_grad()
@@ -91,30 +103,60 @@ def evaluate_prompts(
         steps: Optimisation steps that each prompt has had.
         prompt_bos: Put BoS before each prompt.
     """
-    target_ids, mask = pad_targets(targets, lm.device)
-    length = target_ids.shape[1]
-    prefix = bos_prefix(lm) if prompt_bos else None
-    losses: list[float] = []
-    outputs: list[list[int]] = []
-
-    def work(rows: slice) -> None:
-        logits, output_ids = lm.forced_and_greedy(
-            lm.embed(prompt_ids[rows]), target_ids[rows], prefix
-        )
-        losses.extend(target_loss("cross_entropy", logits, target_ids[rows], mask[rows]).tolist())
-        outputs.extend(output_ids.tolist())
-
-    lm.rows_per_pass.run(lm, len(targets), prompt_ids.shape[1] + length - 1, length, work)
+    examples = [example for target in targets for example in target.readings]
+    owners = [row for row, target in enumerate(targets) for _ in target.readings]
+    read = iter(read_examples(lm, prompt_ids[owners], examples, prompt_bos))
     evaluations = []
     for row, target in enumerate(targets):
-        output_ids = tuple(outputs[row][: len(target.ids)])
+        mine = [next(read) for _ in target.readings]
+        output_ids = tuple(token_id for said_ids, _ in mine for token_id in said_ids)
         evaluations.append(
             Evaluation(
                 step=steps[row],
                 prompt_ids=tuple(prompt_ids[row].tolist()),
                 output_ids=output_ids,
-                lcs=lcs_ratio(target.ids, output_ids),
-                discrete_loss=losses[row],
+                lcs=mean_lcs(target, output_ids),
+                discrete_loss=sum(loss for _, loss in mine) / len(mine),
             )
         )
     return evaluations
+
+
+def read_alone(
+    lm: FrozenLM, prompt_ids: Sequence[int], target: Target, prompt_bos: bool
+) -> tuple[tuple[int, ...], float]:
+    """What the LM says to one prompt, and the loss: each example on its own, without others."""
+    ids = torch.tensor([list(prompt_ids)], device=lm.device)
+    read = [read_examples(lm, ids, [example], prompt_bos)[0] for example in target.readings]
+    output_ids = tuple(token_id for said_ids, _ in read for token_id in said_ids)
+    return output_ids, sum(loss for _, loss in read) / len(read)
+
+
+@torch.no_grad()
+def read_examples(
+    lm: FrozenLM, prompt_ids: Tensor, examples: Sequence[Example], prompt_bos: bool
+) -> list[tuple[tuple[int, ...], float]]:
+    """What the LM says to prompts in their frames, and how likely it finds the targets.
+
+    Args:
+        lm: The model.
+        prompt_ids: (R, N).
+        examples: R of them.
+        prompt_bos: Put BoS before each.
+
+    Returns:
+        Of each, the greedy decode and the teacher-forced cross-entropy of the target.
+    """
+    layout = lay_out(lm, examples, prompt_ids.shape[1], prompt_bos)
+    losses: list[float] = []
+    outputs: list[list[int]] = []
+
+    def work(rows: slice) -> None:
+        logits, output_ids = layout.forced_and_greedy(lm, lm.embed(prompt_ids[rows]), rows)
+        target_ids, mask = layout.target_ids[rows], layout.mask[rows]
+        losses.extend(target_loss("cross_entropy", logits, target_ids, mask).tolist())
+        outputs.extend(output_ids.tolist())
+
+    lm.rows_per_pass.run(lm, len(examples), layout.tokens, layout.target_ids.shape[1], work)
+    rows = zip(examples, outputs, losses, strict=True)
+    return [(tuple(ids[: len(example.ids)]), loss) for example, ids, loss in rows]

@@ -27,7 +27,8 @@ from dlmi.norm_gradients import scaled_norm_gradients
 from dlmi.passes import StepLosses
 from dlmi.precision import drop_gradient_scaler
 from dlmi.ranks import Ranks
-from dlmi.results import Inversion, build_row, describe_environment
+from dlmi.results import Inversion, describe_environment
+from dlmi.row_building import build_row
 from dlmi.saved_slots import SavedSlots, pack_slots
 from dlmi.slots import Budget, Slot
 from dlmi.strategy import ranks_of

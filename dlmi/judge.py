@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlmi.evaluation import Evaluation, decoded_tokens, evaluate_prompts
+from dlmi.evaluation import Evaluation, decoded_tokens, evaluate_prompts, mean_lcs, read_alone
 from dlmi.lm import FrozenLM
-from dlmi.metrics import lcs_ratio
 from dlmi.passes import row_tokens
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
@@ -46,7 +45,7 @@ class Judge:
                 evaluation = replace(
                     evaluation,
                     loss=float(slot.loss),
-                    as_in_code_lcs=lcs_ratio(slot.target.ids, slot.output_ids.tolist()),
+                    as_in_code_lcs=mean_lcs(slot.target, slot.output_ids.tolist()),
                 )
             slot.record(evaluation)
 
@@ -59,15 +58,12 @@ class Judge:
 
     def decode_alone(self, slot: Slot, evaluation: Evaluation) -> Evaluation:
         """The same prompt again, with no batch mates."""
-        prompt_ids = torch.tensor([evaluation.prompt_ids], device=self.lm.device)
-        [alone] = evaluate_prompts(
-            self.lm, prompt_ids, [slot.target], [evaluation.step], self.prompt_bos
-        )
+        output_ids, loss = read_alone(self.lm, evaluation.prompt_ids, slot.target, self.prompt_bos)
         return replace(
             evaluation,
-            output_ids=alone.output_ids,
-            lcs=alone.lcs,
-            discrete_loss=alone.discrete_loss,
+            output_ids=output_ids,
+            lcs=mean_lcs(slot.target, output_ids),
+            discrete_loss=loss,
         )
 
     def _decode(self, slots: Sequence[Slot], prompt_ids: Tensor) -> list[Evaluation]:
@@ -76,7 +72,8 @@ class Judge:
         evaluations = evaluate_prompts(self.lm, prompt_ids, targets, steps, self.prompt_bos)
         if self.must_round_trip:
             evaluations = [
-                replace(e, is_eligible=round_trips(self.lm, e.prompt_ids)) for e in evaluations
+                replace(e, is_eligible=round_trips(self.lm, e.prompt_ids, slot.target))
+                for slot, e in zip(slots, evaluations, strict=True)
             ]
         for slot, evaluation in zip(slots, evaluations, strict=True):
             slot.forward_tokens += row_tokens(prompt_ids.shape[1], slot.target)

@@ -182,9 +182,9 @@ class FrozenLM:
         logits, _ = self._forward(inputs_embeds, keep=target_ids.shape[1], prefix=prefix)
         return logits
 
-    def last_logits(self, inputs_embeds: Tensor, keep: int) -> Tensor:
+    def last_logits(self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None) -> Tensor:
         """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
-        logits, _ = self._forward(inputs_embeds, keep)
+        logits, _ = self._forward(inputs_embeds, keep, prefix=prefix)
         return logits
 
     def free_run(

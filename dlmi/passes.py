@@ -3,12 +3,14 @@
 Each row's loss depends on its own prompt alone, so the gradient is taken right where the loss is
 computed, a few rows at a time: the graph of one cut of rows is all that is ever held.
 
+A prompt that several examples share is read with each of them, and its loss is their mean.
+
 Cost is counted in token passes: a token sent forward through the LM counts 1, and 1 more if a
 gradient comes back. Each target pays for its own tokens only, so that what it is charged does not
 depend on its batch mates or on padding. A fixed prefix is computed once and costs nothing.
 
-Axes: B slots in flight, S rows per slot, R = B x S rows, N prompt tokens, M target tokens,
-V logits, d width.
+Axes: B slots in flight, S prompts per slot, R rows (B x S, times the examples of each), N prompt
+tokens, M target tokens, V logits, d width.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dlmi.evaluation import bos_prefix, pad_targets
 from dlmi.fluency import Fluency, Score
+from dlmi.frames import Example
+from dlmi.layouts import Rows, lay_out
 from dlmi.lm import FrozenLM, NextEmbeds
 from dlmi.losses import LossName, target_loss
 from dlmi.slots import Slot
 from dlmi.targets import Target
 
 # Draws what a free run of some of the rows reads next: the rows, a step's logits and its index.
-RowNextEmbeds = Callable[[slice, Tensor, int], Tensor]
+RowNextEmbeds = Callable[[Rows, Tensor, int], Tensor]
 
 _HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way through the LM
 
@@ -47,8 +50,8 @@ class StepLosses:
 
 
 def row_tokens(prompt_length: int, target: Target) -> int:
-    """Tokens that the LM reads in one pass over one prompt and its target."""
-    return prompt_length + len(target.ids) - 1
+    """Tokens that the LM reads in one pass over one prompt, what is around it and its target."""
+    return sum(example.paid_tokens(prompt_length) for example in target.readings)
 
 
 def target_pass(
@@ -77,38 +80,54 @@ def target_pass(
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
     """
     num_slots, samples, prompt_length = prompt_embeds.shape[:3]
-    target_ids, mask = (
-        t.repeat_interleave(samples, dim=0)
-        for t in pad_targets([slot.target for slot in slots], lm.device)
-    )  # (R, M)
-    target_length = target_ids.shape[1]
-    prefix = bos_prefix(lm) if prompt_bos else None
+    targets = [slot.target for slot in slots]
+    readings = [target.readings for target in targets for _ in range(samples)]
+    examples = [example for of_prompt in readings for example in of_prompt]
+    layout = lay_out(lm, examples, prompt_length, prompt_bos)
+    target_length = layout.target_ids.shape[1]
+    embeds_of_rows = prompt_embeds.flatten(0, 1)
+    owners: Tensor | None = None  # whose prompt each row is, (R,); None if each has one row
+    if len(examples) > len(readings):
+        counts = torch.tensor([len(of_prompt) for of_prompt in readings], device=lm.device)
+        owners = torch.arange(len(readings), device=lm.device).repeat_interleave(counts)
+        embeds_of_rows = embeds_of_rows[owners]
+
+    def reads_next(rows: Rows) -> NextEmbeds:
+        assert next_embeds is not None
+        prompts = rows if owners is None else owners[rows]
+        return lambda logits, step: next_embeds(prompts, logits, step)
 
     def score(embeds: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         if teacher_forcing:
-            logits = lm.target_logits(embeds, target_ids[rows], prefix)
+            logits = layout.forced(lm, embeds, rows)
         else:
-            reads_next = _for_rows(next_embeds, rows)
-            logits = lm.free_run(embeds, target_length, reads_next, prefix)
-        losses = target_loss(loss, logits, target_ids[rows], mask[rows])
+            logits = layout.free(lm, embeds, rows, reads_next if next_embeds else None)
+        losses = target_loss(loss, logits, layout.target_ids[rows], layout.mask[rows])
         return losses, logits.detach().argmax(-1)
 
-    tokens = prompt_length + target_length - 1
     final_score = score if fluency is None else fluency.added_to(score, target_length - 1)
     losses, output_ids = _RowLosses.apply(
-        prompt_embeds.flatten(0, 1), lm, final_score, tokens, target_length
+        embeds_of_rows, lm, final_score, layout.tokens, target_length
     )  # type: ignore[no-untyped-call]
-    for slot in slots:
-        passed = samples * row_tokens(prompt_length, slot.target)
+    for slot, target in zip(slots, targets, strict=True):
+        passed = samples * row_tokens(prompt_length, target)
         slot.forward_tokens += passed
         slot.backward_tokens += passed if losses.requires_grad else 0
+    if owners is not None:
+        losses = torch.zeros_like(losses[: len(readings)]).index_add(0, owners, losses)
+        losses = losses / counts
+        output_ids = _side_by_side(output_ids, readings)
     return losses.view(num_slots, samples), output_ids.view(num_slots, samples, -1)
 
 
-def _for_rows(next_embeds: RowNextEmbeds | None, rows: slice) -> NextEmbeds | None:
-    if next_embeds is None:
-        return None
-    return lambda logits, step: next_embeds(rows, logits, step)
+def _side_by_side(output_ids: Tensor, readings: Sequence[Sequence[Example]]) -> Tensor:
+    """Outputs of a prompt's examples one after the other, without pad: (R, M) to (B x S, ...)."""
+    rows, start = [], 0
+    for examples in readings:
+        mine = output_ids[start : start + len(examples)]
+        start += len(examples)
+        rows.append(torch.cat([ids[: len(e.ids)] for ids, e in zip(mine, examples, strict=True)]))
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 class _RowLosses(torch.autograd.Function):

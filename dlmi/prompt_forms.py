@@ -15,13 +15,14 @@ form                      prompt
 `gumbel_sample`           one sample of the last step, as the method trains on it
 `best_of_8_samples`       eight discrete prompts drawn from the last step's distribution; the best
                           LCS of each decode
-`no_prompt`               BoS alone
+`no_prompt`               BoS alone; in a template, its fixed tokens alone
 `random_prompt`           N random tokens of those that a prompt may hold
 `copy_prompt`             the target over and over, its end last
 ========================  ====================================================================
 
 The decodes are `free_greedy`, where the LM reads its own tokens, and `teacher_forced`, where it
-reads the target's. These measurements are not charged to the target: they do not help to find it.
+reads the target's. Of a prompt that examples share, each LCS is their mean. These measurements are
+not charged to the target: they do not help to find it.
 
 Axes: R prompts, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
 """
@@ -34,12 +35,13 @@ from torch import Tensor
 
 from dlmi.errors import InputError
 from dlmi.estimators import EstimatorName, PromptSampler
-from dlmi.evaluation import bos_prefix
+from dlmi.evaluation import mean_lcs
+from dlmi.frames import Example
+from dlmi.layouts import lay_out
 from dlmi.lm import FrozenLM
-from dlmi.metrics import lcs_ratio
-from dlmi.prefix import Prefix
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns, soft_embedding
+from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 
 # Form of the prompt -> decode -> LCS ratio.
@@ -95,36 +97,36 @@ def measure_forms(
         prompt_bos: Put BoS before each prompt.
 
     Returns:
-        The matrix; and the share of target tokens that the LM puts first after BoS and the true
-        tokens before them, which teacher forcing gets right with no prompt at all. None where the
-        LM has no BoS.
+        The matrix; and the share of target tokens that the LM puts first after BoS (in a template:
+        after its fixed tokens) and the true tokens before them, which teacher forcing gets right
+        with no prompt at all. None where the LM has no BoS.
     """
-    lm, target_ids = vocabulary.lm, slot.target.ids
+    lm, target = vocabulary.lm, slot.target
     prompts = {
         "best_so_far": lm.embed(best_ids)[None],
         "argmax": lm.embed(last_ids)[None],
         "random_prompt": lm.embed(_random_ids(vocabulary, len(best_ids), slot))[None],
-        "copy_prompt": lm.embed(_copied_ids(target_ids, best_ids))[None],
+        "copy_prompt": lm.embed(_copied_ids(target.ids, best_ids))[None],
     }
     if relaxation is not None:
         prompts |= _relaxed_prompts(vocabulary, relaxation, slot)
-    prefix = bos_prefix(lm) if prompt_bos else None
-    outputs = _decode(lm, torch.cat(list(prompts.values())), target_ids, prefix)
+    outputs = _decode(lm, torch.cat(list(prompts.values())), target, prompt_bos)
     matrix: LCSMatrix = {}
     for form, embeds in prompts.items():
         mine, outputs = outputs[: len(embeds)], outputs[len(embeds) :]
         matrix[form] = {
-            decode: max(lcs_ratio(target_ids, row[column]) for row in mine)
+            decode: max(mean_lcs(target, row[column]) for row in mine)
             for column, decode in enumerate(DECODES)
         }
     rank_one_rate = None
-    if (bos_ids := _bos_ids(lm)) is not None:
-        [(greedy_ids, forced_ids)] = _decode(lm, lm.embed(bos_ids), target_ids, None)
+    said = _without_prompt(lm, target, prompt_bos)
+    if said is not None:
+        greedy_ids, forced_ids = said
         matrix["no_prompt"] = {
-            "free_greedy": lcs_ratio(target_ids, greedy_ids),
-            "teacher_forced": lcs_ratio(target_ids, forced_ids),
+            "free_greedy": mean_lcs(target, greedy_ids),
+            "teacher_forced": mean_lcs(target, forced_ids),
         }
-        hits = [wanted == got for wanted, got in zip(target_ids, forced_ids, strict=True)]
+        hits = [wanted == got for wanted, got in zip(target.ids, forced_ids, strict=True)]
         rank_one_rate = sum(hits) / len(hits)
     return {form: matrix[form] for form in FORMS if form in matrix}, rank_one_rate
 
@@ -160,27 +162,41 @@ def _copied_ids(target_ids: Sequence[int], like: Tensor) -> Tensor:
     return like.new_tensor([*target_ids] * copies)[-len(like) :]
 
 
-def _bos_ids(lm: FrozenLM) -> Tensor | None:
-    """What stands for no prompt, (1, 1); None where the LM has neither BoS nor EoS."""
-    try:
-        return torch.tensor([[lm.bos_id]], device=lm.device)
-    except InputError:
-        return None
+def _without_prompt(
+    lm: FrozenLM, target: Target, prompt_bos: bool
+) -> tuple[list[int], list[int]] | None:
+    """What the LM says where the slots are empty; None where there is then nothing to read."""
+    said: list[tuple[list[int], list[int]]] = []
+    for example in target.readings:
+        ids = example.frame.fixed_ids
+        if not ids or prompt_bos:
+            try:
+                ids = (lm.bos_id, *ids)
+            except InputError:  # the LM has neither BoS nor EoS
+                return None
+        embeds = lm.embed(torch.tensor([ids], device=lm.device))
+        alone = Target(example.id, example.ids, example.text)
+        said += _decode(lm, embeds, alone, prompt_bos=False)
+    greedy_ids, forced_ids = ([i for ids in part for i in ids] for part in zip(*said, strict=True))
+    return greedy_ids, forced_ids
 
 
 def _decode(
-    lm: FrozenLM, embeds: Tensor, target_ids: Sequence[int], prefix: Prefix | None
+    lm: FrozenLM, embeds: Tensor, target: Target, prompt_bos: bool
 ) -> list[tuple[list[int], list[int]]]:
     """What the LM says to each prompt under each of `DECODES`: (R, N, d) to R pairs."""
-    wanted = torch.tensor([target_ids], device=lm.device)
-    outputs: list[tuple[list[int], list[int]]] = []
+    examples: list[Example] = [example for _ in embeds for example in target.readings]
+    owners = [row for row in range(len(embeds)) for _ in target.readings]
+    layout = lay_out(lm, examples, embeds.shape[1], prompt_bos)
+    outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in embeds]
 
     def work(rows: slice) -> None:
-        part = embeds[rows]
-        logits, greedy_ids = lm.forced_and_greedy(part, wanted.expand(len(part), -1), prefix)
+        logits, greedy_ids = layout.forced_and_greedy(lm, embeds[owners[rows]], rows)
         forced_ids = logits.argmax(-1)
-        outputs.extend(zip(greedy_ids.tolist(), forced_ids.tolist(), strict=True))
+        for place, example in enumerate(examples[rows]):
+            mine, length = outputs[owners[rows][place]], len(example.ids)
+            mine[0].extend(greedy_ids[place, :length].tolist())
+            mine[1].extend(forced_ids[place, :length].tolist())
 
-    tokens = embeds.shape[1] + len(target_ids) - 1
-    lm.rows_per_pass.run(lm, len(embeds), tokens, len(target_ids), work)
+    lm.rows_per_pass.run(lm, len(examples), layout.tokens, layout.target_ids.shape[1], work)
     return outputs

@@ -7,23 +7,19 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dlmi.errors import InputError, RunStopped
-from dlmi.evaluation import bos_prefix
+from dlmi.frames import NO_FRAME, Frame
 from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
-from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
-from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
-from dlmi.slots import Slot, TracePoint
+from dlmi.prompt_forms import LCSMatrix
+from dlmi.slots import TracePoint
+from dlmi.targets import Target
 from dlmi.version import __version__
-from dlmi.vocabulary import Vocabulary
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
 
@@ -45,7 +41,7 @@ class Inversion:
         as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
             the authors' public code logs it. Not comparable with `lcs`.
         exact: Whether the output is the target, token for token.
-        round_trips: Whether `prompt_text` encodes to `prompt_ids` again.
+        round_trips: Whether `prompt_text` encodes to `prompt_ids` again, in a template the whole.
         round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
         prompt_perplexity: Of `prompt_ids` under the LM, from the second token on.
         overlap_ratio: Share of prompt positions that hold a token of the target.
@@ -80,6 +76,9 @@ class Inversion:
         rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
             before them: what teacher forcing gets right with no prompt.
         diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
+        frame: In a template, the fixed tokens around the prompt and the template itself.
+        full_ids: In a template, the whole prompt, fixed and learned.
+        full_text: The same as text: what one pastes.
     """
 
     target_id: str
@@ -124,6 +123,16 @@ class Inversion:
     lcs_matrix: LCSMatrix
     rank_one_rate: float | None
     diagnostics: dict[str, tuple[float, ...]]
+    frame: Frame | None = None
+    full_ids: tuple[int, ...] = ()
+    full_text: str = ""
+
+    @property
+    def target(self) -> Target:
+        """What was to be said, and where."""
+        return Target(
+            self.target_id, self.target_ids, self.target_text, frame=self.frame or NO_FRAME
+        )
 
     def to_json_line(self) -> str:
         """One line of `results.jsonl`; numbers that are not finite are null there."""
@@ -144,99 +153,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def build_row(
-    vocabulary: Vocabulary,
-    slot: Slot,
-    stop_reason: str,
-    *,
-    last_ids: Tensor,
-    relaxation: Relaxation | None,
-    seed: int,
-    method: str,
-    settings: dict[str, Any],
-    environment: dict[str, Any],
-) -> Inversion:
-    """The row of a slot that is done with: its best prompt, how it fared and where it ran.
-
-    Args:
-        vocabulary: The LM, and what its prompts may hold.
-        slot: With its best prompt decoded alone.
-        stop_reason: Why it is done with.
-        last_ids: The discrete prompt that it stands for now, (N,).
-        relaxation: The distributions that it stands for now.
-        seed: Of the run.
-        method: Class of the inverter.
-        settings: Its arguments.
-        environment: The columns that say where it was measured, and on which targets.
-    """
-    lm, target, best, last = vocabulary.lm, slot.target, slot.best, slot.last
-    assert best is not None
-    assert last is not None
-    prompt_text = lm.decode(best.prompt_ids)
-    prompt_bos = bool(settings["prompt_bos"])
-    matrix: LCSMatrix = {}
-    rank_one_rate = None
-    if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
-        best_ids = torch.tensor(best.prompt_ids, device=lm.device)
-        matrix, rank_one_rate = measure_forms(
-            vocabulary, slot, best_ids, last_ids, relaxation, prompt_bos
-        )
-    return Inversion(
-        target_id=target.id,
-        k=target.k,
-        target_text=target.text,
-        target_ids=target.ids,
-        prompt_text=prompt_text,
-        prompt_ids=best.prompt_ids,
-        output_text=lm.decode(best.output_ids),
-        output_ids=best.output_ids,
-        lcs=best.lcs,
-        as_in_code_lcs=last.as_in_code_lcs,
-        exact=best.output_ids == target.ids,
-        round_trips=tuple(lm.encode(prompt_text)) == best.prompt_ids,
-        round_trip_lcs=text_lcs(lm, prompt_text, target.ids, prompt_bos),
-        prompt_perplexity=lm.perplexity(best.prompt_ids),
-        overlap_ratio=overlap_ratio(best.prompt_ids, target.ids),
-        target_hit_ratio=target_hit_ratio(best.prompt_ids, target.ids),
-        loss=best.loss,
-        discrete_loss=best.discrete_loss,
-        best_step=best.step,
-        steps=slot.step,
-        stop_reason=stop_reason,
-        failure=slot.failure,
-        seconds=slot.seconds,
-        forward_tokens=slot.forward_tokens,
-        backward_tokens=slot.backward_tokens,
-        seed=seed,
-        method=method,
-        settings=settings,
-        trace=tuple(slot.trace),
-        prompt_tokens=_token_texts(lm, best.prompt_ids),
-        target_tokens=_token_texts(lm, target.ids),
-        output_tokens=_token_texts(lm, best.output_ids),
-        lcs_matrix=matrix,
-        rank_one_rate=rank_one_rate,
-        diagnostics={name: tuple(v.tolist()) for name, v in slot.diagnostics.items()},
-        **environment,
-    )
-
-
-def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
-    return tuple(lm.decode([token_id]) for token_id in ids)
-
-
-def text_lcs(
-    lm: FrozenLM, prompt_text: str, target_ids: tuple[int, ...], prompt_bos: bool
-) -> float:
-    """Honest LCS of a prompt that was pasted as text; a text of no tokens scores 0."""
-    ids = lm.encode(prompt_text)
-    if not ids:
-        return 0.0
-    prefix = bos_prefix(lm) if prompt_bos else None
-    output_ids = lm.greedy(torch.tensor([ids], device=lm.device), len(target_ids), prefix)
-    return lcs_ratio(target_ids, output_ids[0].tolist())
 
 
 def describe_environment(lm: FrozenLM) -> dict[str, Any]:

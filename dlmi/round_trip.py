@@ -15,15 +15,20 @@ from torch import Tensor
 
 from dlmi.lm import FrozenLM
 from dlmi.slots import Slot
+from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 
 _LIKED, _RANDOM = 16, 48  # alternatives of a position
 _ATTEMPTS = 64  # and a few more for each token of the prompt
 
 
-def round_trips(lm: FrozenLM, ids: Sequence[int]) -> bool:
-    """Whether the text of a prompt encodes to its ids again."""
-    return lm.encode(lm.decode(ids)) == list(ids)
+def round_trips(lm: FrozenLM, ids: Sequence[int], target: Target | None = None) -> bool:
+    """Whether the text of a prompt encodes to its ids again, with what a target has around it.
+
+    Of examples the first counts: what stands beside the slots is mostly the same in all.
+    """
+    full_ids = ids if target is None else target.readings[0].frame.full_ids(ids)
+    return lm.encode(lm.decode(full_ids)) == list(full_ids)
 
 
 def mend_prompts(
@@ -46,7 +51,7 @@ def mend_prompts(
     alternatives: list[list[int]] | None = None
     rows: list[list[int]] = prompt_ids.tolist()
     for row, ids in enumerate(rows):
-        if not round_trips(vocabulary.lm, ids):
+        if not round_trips(vocabulary.lm, ids, slot.target):
             if alternatives is None:
                 alternatives = _alternatives(vocabulary, slot, len(ids), preferences())
             rows[row] = _mend(vocabulary, slot, ids, alternatives)
@@ -72,19 +77,23 @@ def _mend(
     vocabulary: Vocabulary, slot: Slot, ids: list[int], alternatives: list[list[int]]
 ) -> list[int]:
     lm, mended = vocabulary.lm, list(ids)
+    frame = slot.target.readings[0].frame
+    places = frame.places(len(ids))
     untried = [iter(tokens) for tokens in alternatives]
     for attempt in range(_ATTEMPTS + 4 * len(ids)):
-        again = lm.encode(lm.decode(mended))
-        if again == mended:
+        full_ids = frame.full_ids(mended)
+        full_again = lm.encode(lm.decode(full_ids))
+        if full_again == list(full_ids):
             return mended
-        if (
-            len(again) == len(ids)
-            and all(vocabulary.allows(token_id, slot.target) for token_id in again)
-            and round_trips(lm, again)
-        ):
-            return again
+        if len(full_again) == len(full_ids):
+            again = [full_again[place] for place in places]
+            if all(vocabulary.allows(token_id, slot.target) for token_id in again) and round_trips(
+                lm, again, slot.target
+            ):
+                return again
         # Two tokens that merge: one of them has to go, in turn, so that neither blocks the way.
-        position = min(_first_difference(mended, again) + attempt % 2, len(ids) - 1)
+        differs = _first_difference(full_ids, full_again)
+        position = min(sum(place < differs for place in places) + attempt % 2, len(ids) - 1)
         mended[position] = next(untried[position], mended[position])
     return ids
 

@@ -6,9 +6,10 @@ token under the LM itself, or from a file, or from literal texts.
 
 import codecs
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,24 +19,28 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError
+from dlmi.frames import NO_FRAME, Example, Frame
 from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
+from dlmi.templates import Template
 
 _WALK_ROWS = 64  # bounds the memory of generation: rows x M x V logits are held at once
 
 
 @dataclass(frozen=True)
 class Target:
-    """One target output.
+    """One target output, or several examples that share one prompt.
 
     Attributes:
         id: Unique within a run; also seeds the noise of its inversion.
-        ids: The M token ids to be produced.
+        ids: The M token ids to be produced; of examples, those of all that are evaluated.
         text: Their text.
         k: Difficulty: the mean rank it was generated with, or None.
         ranks: The rank drawn for each token by Algorithm 2; tokens padded after EoS have none.
         probabilities: What the LM gives each of those tokens after BoS and the ones before it.
         perplexity: Of those tokens after BoS.
+        frame: Fixed tokens around the prompt; that of an example is its own.
+        examples: Where one prompt is for many: what it is read with. Empty for a target alone.
     """
 
     id: str
@@ -45,10 +50,32 @@ class Target:
     ranks: tuple[int, ...] | None = None
     probabilities: tuple[float, ...] | None = None
     perplexity: float | None = None
+    frame: Frame = NO_FRAME
+    examples: tuple[Example, ...] = ()
+
+    @functools.cached_property
+    def readings(self) -> tuple[Example, ...]:
+        """Where its prompt is read: its examples, or the target itself."""
+        return self.examples or (Example(self.id, self.ids, self.text, self.frame),)
+
+    def split(self, output_ids: Sequence[int]) -> list[tuple[int, ...]]:
+        """Outputs of all readings, one after the other, apart."""
+        parts, start = [], 0
+        for example in self.readings:
+            parts.append(tuple(output_ids[start : start + len(example.ids)]))
+            start += len(example.ids)
+        return parts
+
+    def longest_row(self, prompt_length: int) -> int:
+        """Tokens of a prompt, what is around it and its target, where that is longest."""
+        fixed = (len(e.frame.fixed_ids) + len(e.ids) for e in self.readings)
+        return prompt_length + max(fixed)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; `from_json` gives the same target back."""
-        return dataclasses.asdict(self)
+        """A plain dictionary without what is not there; `from_json` gives the same target back."""
+        row = dataclasses.asdict(self)
+        left_out = {"frame": self.frame == NO_FRAME, "examples": not self.examples}
+        return {name: value for name, value in row.items() if not left_out.get(name)}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Target":
@@ -166,16 +193,21 @@ def _walk_batch(lm: FrozenLM, rank_index: Tensor, allowed_ids: Tensor) -> tuple[
     return chosen_ids, logits.softmax(-1).gather(-1, chosen_ids[..., None]).squeeze(-1)
 
 
-def texts_to_targets(lm: FrozenLM, texts: Sequence[str]) -> list[Target]:
-    """One target per text, tokenised without special tokens."""
+def texts_to_targets(
+    lm: FrozenLM, texts: Sequence[str], template: Template | None = None
+) -> list[Target]:
+    """One target per text, tokenised without special tokens, after a template if there is one."""
     return [
-        _from_text(lm, text, f"text_{index}", f"`texts[{index}]`")
+        _from_text(lm, text, f"text_{index}", f"`texts[{index}]`", template)
         for index, text in enumerate(texts)
     ]
 
 
-def read_targets(lm: FrozenLM, path: Path) -> list[Target]:
-    """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line."""
+def read_targets(lm: FrozenLM, path: Path, template: Template | None = None) -> list[Target]:
+    """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line.
+
+    Further names in a line of JSONL are the fields that a template asks for.
+    """
     is_jsonl = path.suffix in (".jsonl", ".json")
     targets = []
     try:
@@ -184,7 +216,7 @@ def read_targets(lm: FrozenLM, path: Path) -> list[Target]:
             # Editors on Windows open a file with a mark and end its lines with a return.
             line = line.removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")
             read = _from_json_line if is_jsonl else _from_text_line
-            targets.append(read(lm, line, f"line_{number}", where))
+            targets.append(read(lm, line, f"line_{number}", where, template))
     except OSError as error:
         raise InputError(
             f"Expected `targets_file` to be a readable file, but got {path} ({error})."
@@ -205,12 +237,23 @@ def write_targets(path: Path, targets: Iterable[Target]) -> None:
 
 
 def fingerprint_targets(targets: Iterable[Target]) -> str:
-    """A short hash over the ids of the targets and of their tokens: tells sets apart."""
-    lines = [f"{target.id}:{target.ids}" for target in targets]
+    """A short hash over the ids of the targets, their tokens and frames: tells sets apart."""
+    lines = [
+        ":".join([target.id, *(_content(example) for example in target.readings)])
+        for target in targets
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _from_json_line(lm: FrozenLM, line: bytes, default_id: str, where: str) -> Target:
+def _content(example: Example) -> str:
+    frame = example.frame
+    around = (frame.pieces, frame.slot_lengths)
+    return f"{example.ids}{'' if around == (NO_FRAME.pieces, (0,)) else around}"
+
+
+def _from_json_line(
+    lm: FrozenLM, line: bytes, default_id: str, where: str, template: Template | None
+) -> Target:
     def fail(expected: str, got: object) -> InputError:
         return InputError(f"Expected {where} to {expected}, but got {str(got)[:80]!r}.")
 
@@ -232,26 +275,42 @@ def _from_json_line(lm: FrozenLM, line: bytes, default_id: str, where: str) -> T
     if not target.id:
         raise fail("have a name as `id`", target.id)
     if "ids" not in row:
-        return dataclasses.replace(_from_text(lm, target.text, target.id, where), k=target.k)
-    lm.check_ids(ids, where)
+        made = _from_text(lm, target.text, target.id, where, template, row)
+        return dataclasses.replace(made, k=target.k)
+    lm.check_ids([*ids, *(i for e in target.readings for i in e.frame.fixed_ids)], where)
+    if template is not None:
+        target = dataclasses.replace(target, frame=template.fill(lm, row, where).frame)
     return target if "text" in row else dataclasses.replace(target, text=lm.decode(ids))
 
 
-def _from_text_line(lm: FrozenLM, line: bytes, target_id: str, where: str) -> Target:
+def _from_text_line(
+    lm: FrozenLM, line: bytes, target_id: str, where: str, template: Template | None
+) -> Target:
     try:
-        return _from_text(lm, line.decode("utf-8"), target_id, where)
+        return _from_text(lm, line.decode("utf-8"), target_id, where, template)
     except UnicodeDecodeError as error:
         raise InputError(f"Expected {where} to be UTF-8, but it is not ({error}).") from error
 
 
-def _from_text(lm: FrozenLM, text: str, target_id: str, where: str) -> Target:
-    ids = lm.encode(text) if text.strip() else []
+def _from_text(
+    lm: FrozenLM,
+    text: str,
+    target_id: str,
+    where: str,
+    template: Template | None,
+    fields: Mapping[str, Any] | None = None,
+) -> Target:
+    filled = None if template is None else template.fill(lm, fields or {}, where)
+    ids: Sequence[int] = ()
+    if text.strip():
+        ids = lm.encode(text) if filled is None else filled.continuation_ids(lm, text, where)
     if not ids:
         raise InputError(
             f"Expected {where} to be a text of at least one token, but got {text!r}. Leave it out."
         )
     lm.check_ids(ids, where)
-    return Target(id=target_id, ids=tuple(ids), text=text)
+    frame = NO_FRAME if filled is None else filled.frame
+    return Target(id=target_id, ids=tuple(ids), text=text, frame=frame)
 
 
 def describe_target(lm: FrozenLM, target: Target) -> Target:

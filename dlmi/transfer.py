@@ -21,7 +21,7 @@ from rich.text import Text
 
 from dlmi.display import visible
 from dlmi.errors import InputError
-from dlmi.evaluation import bos_prefix
+from dlmi.evaluation import say
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.models import load_lm, load_tokenizer
@@ -138,11 +138,13 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
     target_ids = tuple(lm.encode(row.target_text)) if as_text else row.target_ids
     if not target_ids or not row.prompt_ids:
         raise InputError(f"Expected row {row.target_id} to have a prompt and a target of tokens.")
-    text_output_ids = _say(lm, row, lm.encode(row.prompt_text), len(target_ids))
+    text = row.full_text or row.prompt_text
+    text_output_ids = _say(lm, row, lm.encode(text), len(target_ids))
     output_ids: tuple[int, ...] | None = None
     if not as_text:
-        lm.check_ids([*row.prompt_ids, *row.target_ids], f"row {row.target_id}")
-        output_ids = _say(lm, row, row.prompt_ids, len(target_ids))
+        full_ids = row.full_ids or row.prompt_ids
+        lm.check_ids([*full_ids, *row.target_ids], f"row {row.target_id}")
+        output_ids = _say(lm, row, full_ids, len(target_ids))
     return Transfer(
         target_id=row.target_id,
         seed=row.seed,
@@ -160,9 +162,7 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
 
 
 def _say(lm: FrozenLM, row: Inversion, prompt_ids: Sequence[int], length: int) -> tuple[int, ...]:
-    """The greedy decode of one prompt, alone; nothing after a prompt of no tokens."""
-    if not prompt_ids:
-        return ()
+    """The greedy decode of one prompt that must fit into the model's positions."""
     prompt_bos = bool(row.settings.get("prompt_bos", False))
     limit = lm.max_positions
     if limit is not None and prompt_bos + len(prompt_ids) + length > limit:
@@ -170,9 +170,7 @@ def _say(lm: FrozenLM, row: Inversion, prompt_ids: Sequence[int], length: int) -
             f"Expected row {row.target_id} to fit into the {limit} positions of {lm.name}, but "
             f"prompt and target have {len(prompt_ids)} and {length} tokens."
         )
-    ids = torch.tensor([list(prompt_ids)], device=lm.device)
-    output_ids = lm.greedy(ids, length, bos_prefix(lm) if prompt_bos else None)
-    return tuple(output_ids[0].tolist())
+    return say(lm, prompt_ids, length, prompt_bos)
 
 
 def transfer_table(rows: Sequence[Inversion], tried: Sequence[Transfer]) -> Table:

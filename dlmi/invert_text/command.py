@@ -17,7 +17,7 @@ from dlmi.vocabulary import ForbiddenTokens
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
 _REQUEST_OPTIONS = (
     *("prompt_length", "method", "options", "seconds", "steps", "restarts", "seed"),
-    *("allowed_tokens", "forbid_target_tokens"),
+    *("allowed_tokens", "forbid_target_tokens", "template", "chat"),
 )
 
 
@@ -93,6 +93,15 @@ def _parser() -> CommandParser:
         type=ForbiddenTokens,
         default="none",
         help="As in `fit`'s `model`: `none`, the text's `ids`, or its `words`.",
+    )
+    parser.add_argument(
+        "--template",
+        type=str | None,
+        default=None,
+        help='Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:".',
+    )
+    parser.add_argument(
+        "--chat", type=bool, default=False, help="Make it a message to a chat model, as in `fit`."
     )
     parser.add_argument(
         "--json", action="store_true", help="One JSON object on stdout, and nothing else there."

@@ -1,14 +1,11 @@
 """What a search found: a prompt, and what the LM really says to it."""
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from dlmi.display import visible
-from dlmi.evaluation import bos_prefix
+from dlmi.evaluation import say
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_members, lcs_ratio
 from dlmi.results import Inversion
@@ -57,8 +54,9 @@ class FoundPrompt:
         cls, lm: FrozenLM, row: Inversion, seconds: float, interrupted: bool
     ) -> "FoundPrompt":
         """Decode a row's prompt again, alone, and keep what came of it rather than what it says."""
-        output_ids = _say(lm, row, row.prompt_ids)
-        pasted_ids = _say(lm, row, lm.encode(row.prompt_text))
+        length, prompt_bos = len(row.target_ids), bool(row.settings["prompt_bos"])
+        output_ids = say(lm, row.full_ids or row.prompt_ids, length, prompt_bos)
+        pasted_ids = say(lm, lm.encode(row.full_text or row.prompt_text), length, prompt_bos)
         return cls(
             text=row.target_text,
             prompt_text=row.prompt_text,
@@ -89,7 +87,10 @@ class FoundPrompt:
             *("lcs", "exact", "pasted_output_text", "pasted_output_ids"),
             *("pasted_lcs", "pasted_exact", "seconds", "interrupted"),
         )
+        row_names: tuple[str, ...]
         row_names = ("target_ids", "method", "steps", "seed", "model", "dtype", "device")
+        if self.row.frame is not None:
+            row_names = ("full_text", "full_ids", *row_names)
         return {
             **{name: getattr(self, name) for name in names},
             **{name: getattr(self.row, name) for name in row_names},
@@ -126,12 +127,3 @@ def _shown(text: str) -> str:
 
 def _code(escaped: str) -> str:
     return f'<code style="white-space:pre-wrap">{escaped}</code>'
-
-
-def _say(lm: FrozenLM, row: Inversion, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """The greedy decode of one prompt, over the length of the target."""
-    if not prompt_ids:
-        return ()
-    prefix = bos_prefix(lm) if row.settings["prompt_bos"] else None
-    ids = torch.tensor([list(prompt_ids)], device=lm.device)
-    return tuple(lm.greedy(ids, len(row.target_ids), prefix)[0].tolist())

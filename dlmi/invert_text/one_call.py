@@ -34,6 +34,8 @@ def invert(
     seed: int = 0,
     allowed_tokens: AllowedTokens = "round_trip",
     forbid_target_tokens: ForbiddenTokens = "none",
+    template: str | None = None,
+    chat: bool = False,
     dtype: DType = "auto",
     on_progress: Callable[[Progress], None] | None = None,
     **options: Any,
@@ -55,6 +57,8 @@ def invert(
         seed: Fixes the noise.
         allowed_tokens: What a prompt may hold. The default keeps prompts that survive being pasted.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        template: Text around the prompt, with `{slot}` where its tokens go.
+        chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
         dtype: Of an LM that is given by its name.
         on_progress: Called after each step and each evaluation, for each text that is not solved.
         options: Further arguments of the method, such as `search_width`.
@@ -73,6 +77,8 @@ def invert(
         allowed_tokens,
         forbid_target_tokens,
         options,
+        template,
+        chat,
     )
     found = request.search(as_frozen_lm(lm, dtype), on_progress).run()
     return found[0] if isinstance(text, str) else found

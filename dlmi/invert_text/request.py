@@ -10,6 +10,7 @@ from dlmi.errors import InputError
 from dlmi.invert_text.search import Progress, TextSearch
 from dlmi.inverter import Inverter
 from dlmi.lm import FrozenLM
+from dlmi.templates import find_template
 from dlmi.token_sets import AllowedTokens, check_allowed_tokens
 from dlmi.vocabulary import ForbiddenTokens
 
@@ -43,6 +44,8 @@ class SearchRequest:
         allowed_tokens: What a prompt may hold.
         forbid_target_tokens: What it may not hold.
         options: Further arguments of the method.
+        template: Text around the prompt, with `{slot}` where its tokens go.
+        chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
 
     Raises:
         InputError: If something of this cannot be.
@@ -58,6 +61,8 @@ class SearchRequest:
     allowed_tokens: AllowedTokens = "round_trip"
     forbid_target_tokens: ForbiddenTokens = "none"
     options: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    chat: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no LM could make possible."""
@@ -81,6 +86,12 @@ class SearchRequest:
                     f" but got {name!r}."
                 )
         check_allowed_tokens(self.allowed_tokens)
+        template = find_template(self.template, self.chat)
+        if template is not None and template.fields:
+            raise InputError(
+                "Expected `template` to hold `{slot}` and fixed text, but "
+                f"{{{template.fields[0]}}} is a field. `fit` fills fields, from a targets file."
+            )
 
     @property
     def method_class(self) -> type[Inverter]:
@@ -107,6 +118,7 @@ class SearchRequest:
             self.steps,
             self.restarts,
             on_progress,
+            find_template(self.template, self.chat),
         )
 
     def _common_settings(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def print_found(lm: FrozenLM, found: FoundPrompt) -> None:
         "text": Text(visible(found.text)),
         "prompt": Text(visible(found.prompt_text), "cyan"),
         "prompt ids": Text(" ".join(map(str, found.prompt_ids))),
+        **({"to paste": Text(visible(found.row.full_text))} if found.row.full_text else {}),
         "the LM says": marked_output(lm, found.row.target_ids, found.output_ids),
         "when pasted": _as_pasted(lm, found),
         "honest LCS": Text(f"{found.lcs:.2f}, {verdict}", "green" if found.exact else "yellow"),

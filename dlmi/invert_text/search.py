@@ -25,6 +25,7 @@ from dlmi.quiet_run import run_quietly
 from dlmi.results import Inversion
 from dlmi.slots import Slot
 from dlmi.targets import Target, texts_to_targets
+from dlmi.templates import Template
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -93,6 +94,7 @@ class TextSearch:
         steps: Budget of steps for each start, or None.
         restarts: Starts of each text, side by side.
         on_progress: Called after each step and each evaluation, for each open text.
+        template: What stands around each prompt, if anything.
 
     Attributes:
         stop_requested: Set to end the search after its step.
@@ -108,9 +110,10 @@ class TextSearch:
         steps: int | None,
         restarts: int,
         on_progress: Callable[[Progress], None] | None = None,
+        template: Template | None = None,
     ) -> None:
         self.lm = lm
-        self.targets = texts_to_targets(lm, texts)
+        self.targets = texts_to_targets(lm, texts, template)
         self.stop_requested = False
         self._make_inverter = make_inverter
         self._lengths = lengths

@@ -24,6 +24,7 @@ from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators import EstimatorName, PromptSampler, gumbel_softmax
 from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
+from dlmi.layouts import Rows
 from dlmi.losses import LossName
 from dlmi.noise import gumbel_noise
 from dlmi.passes import RowNextEmbeds, StepLosses, target_pass
@@ -193,7 +194,7 @@ class DLMI(Inverter):
         """Draws the relaxed next token of a free run, (r, 1, V) logits to (r, 1, d)."""
         seeds = [slot.noise_seed("next token") for slot in slots]
 
-        def next_embeds(rows: slice, logits: Tensor, step: int) -> Tensor:
+        def next_embeds(rows: Rows, logits: Tensor, step: int) -> Tensor:
             shape = (self.num_samples, 1, logits.shape[-1])
             # All slots' noise, then some rows of it: they need not be whole slots.
             noise = [gumbel_noise(seed, shape, logits.device, logits.dtype, step) for seed in seeds]

@@ -252,7 +252,7 @@ class GCG(Inverter):
                 self.n_replace,
                 slot.generator,
             )
-            candidates = self._survivors(candidates)
+            candidates = self._survivors(candidates, slot.target)
             if len(candidates) == 0:
                 continue
             losses, output_ids = self._score(slot, columns, candidates)
@@ -276,12 +276,13 @@ class GCG(Inverter):
         slot.forward_tokens += tokens_read
         return losses, output_ids
 
-    def _survivors(self, candidates: Tensor) -> Tensor:
+    def _survivors(self, candidates: Tensor, target: Target) -> Tensor:
         """The candidates that survive decoding and encoding; if none does, and none must, all."""
         must_round_trip = self.vocabulary.must_round_trip
         if not (self.filter_ids or must_round_trip):
             return candidates
-        keep = [round_trips(self.lm, row) for row in self.vocabulary.ids(candidates).tolist()]
+        rows = self.vocabulary.ids(candidates).tolist()
+        keep = [round_trips(self.lm, row, target) for row in rows]
         if not any(keep) and not must_round_trip:
             return candidates
         return candidates[torch.tensor(keep, device=candidates.device)]
