@@ -47,7 +47,7 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
     vocabulary = module.vocabulary_of(data.lm)
     vocabulary.check_targets(data.targets)
     module.check_vocabulary(vocabulary, data.targets)
-    _ = module.fluency_term  # refuses an LM that it does not fit
+    module.fluency_term_of(vocabulary)
     prompt_length = module.prompt_length + module.prompt_bos
     longest = max(data.targets, key=lambda target: len(target.ids))
     limit = data.lm.max_positions
