@@ -47,7 +47,7 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
     vocabulary = module.vocabulary_of(data.lm)
     vocabulary.check_targets(data.targets)
     module.check_vocabulary(vocabulary, data.targets)
-    _ = module.fluency_term  # refuses an LM that it does not fit
+    module.fluency_term_of(vocabulary)  # refuses an LM that it does not fit
     _check_lengths(data, module)
 
 

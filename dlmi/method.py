@@ -131,10 +131,14 @@ class Method(LightningModule, ABC):
     @property
     def fluency_term(self) -> Fluency | None:
         """The penalty on unlikely prompts, where there is one."""
+        return self.fluency_term_of(self.vocabulary)
+
+    def fluency_term_of(self, vocabulary: Vocabulary) -> Fluency | None:
+        """The same before the run: raises `InputError` for an LM that it does not fit."""
         if not self.fluency:
             return None
-        if self._fluency_term is None or self._fluency_term.vocabulary is not self.vocabulary:
-            self._fluency_term = Fluency(self.vocabulary, self.fluency)
+        if self._fluency_term is None or self._fluency_term.vocabulary is not vocabulary:
+            self._fluency_term = Fluency(vocabulary, self.fluency)
         return self._fluency_term
 
     @property

@@ -10,11 +10,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausa
 
 from dlmi import InputError, fluency, load_lm
 from dlmi.candidates import score_candidates
+from dlmi.cli import main
 from dlmi.fluency import Fluency
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass
 from dlmi.methods import DLMI, GBDA, GCG, REINFORCE, SODA
 from dlmi.passes import target_pass
+from dlmi.results import read_rows
 from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 
@@ -269,3 +271,15 @@ def test_an_lm_with_another_head_is_refused_by_name():
     lm = FrozenLM(Gemma2ForCausalLM(config), make_tokenizer(), name="capped")
     with pytest.raises(InputError, match=r"`model\.fluency` to be 0 with capped \(Gemma2"):
         Fluency(Vocabulary(lm), 0.1)
+
+
+def test_the_command_line_takes_a_weight(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = f"--data.lm={model_folder()} --data.dtype=float64 --data.k=[1] --data.per_k=1"
+    model = "--model SODA --model.prompt_length 4 --model.steps 2 --model.fluency 0.2"
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *model.split(), *data.split(), "--data.target_length=3"])
+    assert end.value.code == 0
+    [row] = read_rows(tmp_path / "lightning_logs" / "version_0")
+    assert row.settings["fluency"] == 0.2
+    assert row.prompt_perplexity > 1
