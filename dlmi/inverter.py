@@ -160,6 +160,7 @@ class Inverter(Method):
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self.news.exchange(self)
         self._settle()
+        self._begin_rounds()
         if not self.active:
             self.news.exchange(self, until=lambda: self.ranks.others_have_left)
         if self.active and not self.stop_requested:
@@ -251,6 +252,22 @@ class Inverter(Method):
                     self._refill(slot.index)
             self._clock = time.perf_counter()  # measuring what is done costs the others nothing
 
+    def _begin_rounds(self) -> None:
+        """Let slots whose round is over start anew; what they found is measured before."""
+        over = [slot for slot in self.active if self.round_of(slot)[0] > slot.round]
+        unseen = [slot for slot in over if slot.last is None or slot.last.step < slot.step]
+        if unseen:
+            self.judge.evaluate(unseen, self._current_ids(unseen))
+        for slot in over:
+            slot.round = self.round_of(slot)[0]
+            slot.memory.clear()
+            self._start(slot)
+
+    def _start(self, slot: Slot) -> None:
+        with torch.no_grad():
+            self.initialise(slot)
+        self.forget_moments(slot)
+
     def _current_ids(self, slots: Sequence[Slot]) -> Tensor:
         """The discrete prompts of the relaxations, or of the refinements that follow, (B, N)."""
         prompt_ids = self.prompt_ids(slots)
@@ -301,9 +318,7 @@ class Inverter(Method):
             self.slots[index] = self._saved.restore(self, index, target)
             return
         slot = Slot.open(index, target, self.seed, self.device)
-        with torch.no_grad():
-            self.initialise(slot)
-        self.forget_moments(slot)
+        self._start(slot)
         self.slots[index] = slot
 
 

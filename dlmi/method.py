@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError, check_positive
+from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.fluency import Fluency
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
@@ -41,7 +41,8 @@ class Method(LightningModule, ABC):
         forbid_target_tokens: What it may not hold of its target.
         fluency: Weight of the penalty on unlikely prompts; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers.
-        refine_after: Share of the budget after which the best discrete prompt is refined.
+        rounds: Rounds that the budget is divided into, each with a start of its own.
+        refine_after: Share of a round after which the best discrete prompt is refined.
         refine_width: Swaps that a step of the refinement tries.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
@@ -56,6 +57,7 @@ class Method(LightningModule, ABC):
     Z: nn.ParameterList
     fluency: float = 0.0
     norm_gradient_scale: float = 1.0
+    rounds: int = 1
     refine_after: float = 1.0
     refine_width: int = 16
     _vocabulary: Vocabulary | None = None
@@ -152,10 +154,11 @@ class Method(LightningModule, ABC):
         check_positive("model", norm_gradient_scale=factor)
         self.norm_gradient_scale = factor
 
-    def set_refinement(self, after: float, width: int) -> None:
-        """Refine the best discrete prompt once a share of the budget is used up."""
-        check_refinement(after, width)
-        self.refine_after, self.refine_width = after, width
+    def set_rounds(self, rounds: int, refine_after: float, refine_width: int) -> None:
+        """Divide the budget into rounds, and refine the best prompt of each at a share of it."""
+        check_at_least_one("model", rounds=rounds)
+        check_refinement(refine_after, refine_width)
+        self.rounds, self.refine_after, self.refine_width = rounds, refine_after, refine_width
 
     @property
     def refinement(self) -> Refinement:
@@ -171,9 +174,15 @@ class Method(LightningModule, ABC):
         # The first one scores its start, takes a gradient and tries its swaps.
         return max(relaxed, 2 * read + 2 * self.prompt_length + (self.refine_width + 1) * read)
 
+    def round_of(self, slot: Slot) -> tuple[int, float]:
+        """Which round a slot is in by what it has used up, and the share of it that is over."""
+        used = self.budget.share_used(slot) * self.rounds
+        number = min(int(used), self.rounds - 1)
+        return number, used - number
+
     def is_refined(self, slot: Slot) -> bool:
-        """Whether a slot is past its relaxation."""
-        return self.refine_after < 1 and self.budget.share_used(slot) >= self.refine_after
+        """Whether a slot is past its relaxation, in its round."""
+        return self.refine_after < 1 and self.round_of(slot)[1] >= self.refine_after
 
     @property
     def judge(self) -> Judge:

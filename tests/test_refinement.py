@@ -186,12 +186,42 @@ def test_several_slots_give_the_rows_of_one(data, fit):
     assert_same(fit(ADC(**options), data(batch_size=4)), expected)
 
 
+# ---- rounds
+
+
+def test_a_round_starts_anew_and_the_best_of_all_is_kept(data, fit):
+    class Watch(LossCurve):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            slot = pl_module.slots[0]
+            self.losses.append((slot.round, pl_module.Z[0].detach().clone(), dict(slot.memory)))
+
+    curve = Watch()
+    model = SODA(**{**SMALL, "steps": 12}, rounds=3, refine_after=0.5)
+    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve]).values()
+    rounds, states, memories = zip(*curve.losses, strict=True)
+    assert rounds == (0,) * 4 + (1,) * 4 + (2,) * 4
+    torch.testing.assert_close(states[4], states[0])  # zeros, and one step from there
+    assert not torch.equal(states[1], states[0])
+    refines = ["refined_columns" in memory for memory in memories]
+    assert refines == [False, False, True, True] * 3
+    assert row.discrete_loss <= min(p.discrete_loss for p in row.trace if p.lcs == row.lcs)
+    assert row.lcs == max(point.lcs for point in row.trace)
+
+
+def test_what_a_round_found_is_measured_before_the_next(data, fit):
+    """Though no evaluation is due then."""
+    model = SODA(**{**SMALL, "steps": 10, "eval_every": 100}, rounds=2)
+    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,))).values()
+    assert [point.step for point in row.trace] == [0, 5, 10]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"refine_after": -0.1}, "`model.refine_after` to be a share"),
         ({"refine_after": 1.5}, "`model.refine_after` to be a share"),
         ({"refine_width": 0}, "`model.refine_width`"),
+        ({"rounds": 0}, "`model.rounds`"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

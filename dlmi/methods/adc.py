@@ -88,6 +88,8 @@ class ADC(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the starts. On the command line: `seed_everything`.
     """
 
@@ -108,6 +110,7 @@ class ADC(Inverter):
         forbid_target_tokens: ForbiddenTokens = "none",
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -121,7 +124,7 @@ class ADC(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         check_at_least_one("model", restarts=restarts)
         check_positive("model", lr=lr)
         if not (0 <= momentum < 1 and 0 < ema_rate <= 1):

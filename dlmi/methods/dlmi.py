@@ -68,6 +68,8 @@ class DLMI(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -98,6 +100,7 @@ class DLMI(Inverter):
         norm_gradient_scale: float = 1.0,
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -111,7 +114,7 @@ class DLMI(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau0=tau0, lr=lr, next_token_tau=next_token_tau)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)

@@ -56,6 +56,8 @@ class GBDA(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -81,6 +83,7 @@ class GBDA(Inverter):
         norm_gradient_scale: float = 1.0,
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -94,7 +97,7 @@ class GBDA(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, tau_end=tau if tau_end is None else tau_end)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
@@ -125,7 +128,7 @@ class GBDA(Inverter):
 
     def tau(self, slot: Slot) -> Tensor:
         """The slot's temperature at this point of its budget, (N,)."""
-        progress = self.budget.share_used(slot)
+        _, progress = self.round_of(slot)
         tau = annealed_temperature(self.initial_tau, self.tau_end, progress)
         logits: Tensor = self.Z[slot.index]
         return logits.new_full((self.prompt_length,), tau)

@@ -59,6 +59,8 @@ class PEZ(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the start. On the command line: `seed_everything`.
     """
 
@@ -78,6 +80,7 @@ class PEZ(Inverter):
         norm_gradient_scale: float = 1.0,
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -91,7 +94,7 @@ class PEZ(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         check_positive("model", lr=lr)
         if weight_decay < 0:
             raise InputError(

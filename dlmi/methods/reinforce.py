@@ -60,6 +60,8 @@ class REINFORCE(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the samples. On the command line: `seed_everything`.
     """
 
@@ -81,6 +83,7 @@ class REINFORCE(Inverter):
         fluency: float = 0.0,
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -93,7 +96,7 @@ class REINFORCE(Inverter):
             forbid_target_tokens,
             seed,
         )
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_at_least_one("model", num_samples=num_samples)
         check_positive("model", lr=lr)

@@ -109,6 +109,8 @@ class SODA(Inverter):
         refine_after: Share of the budget after which the best discrete prompt is refined by single
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the restarts. On the command line: `seed_everything`.
     """
 
@@ -133,6 +135,7 @@ class SODA(Inverter):
         norm_gradient_scale: float = 1.0,
         refine_after: float = 1.0,
         refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -146,7 +149,7 @@ class SODA(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
+        self.set_rounds(rounds, refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, decay=decay)
         check_at_least_one("model", reset_every=reset_every, reinit_every=reinit_every)
