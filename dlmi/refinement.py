@@ -2,16 +2,16 @@ r"""Discrete refinement: the rest of a budget is spent on single swaps of the pr
 
 .. math::
     g_{i,v} = - \langle e_v - e_{x_i}, \nabla_{e_{x_i}} d(f(x), y) \rangle, \quad
-    C \sim Gumbel\text{-}top( g / (s T) ), \quad
+    C \subset \{ (i, v) : v \in top_K( g_i ) \}, \quad
     x \leftarrow \arg\min_{x' \in C \cup \{x\}} d(f(x'), y)
 
 A relaxed prompt that works seldom stays whole when it is made discrete: the loss of its argmax is
 far above its own. So any method may hand over its best discrete prompt x at a share of the budget.
-From there a swap of position i to token v is tried the sooner the more the gradient at x promises
-of it, :math:`g`, in units of its spread s; T is how far chance may overrule the promise. A swap
-that lowers the loss is taken. As long as none does, x and so its gradient stay the same: it is not
-computed again, and no swap is tried twice. When all promising swaps are used up, a few random
-tokens are changed and the search goes on from there; the best prompt is kept in any case.
+From there each step tries a few swaps of a position i to a token v, drawn from the K that the
+gradient at x promises most of at each position, :math:`g`. The one that lowers the loss most is
+taken. As long as none does, x and so its gradient stay the same: it is not computed again, and no
+swap is tried twice. When all are used up, a few random tokens are changed and the search goes on
+from there; the best prompt is kept in any case.
 
 Axes: B slots, N prompt tokens, M target tokens, V tokens a prompt may hold, K swaps per position,
 C candidates.
@@ -31,8 +31,8 @@ from dlmi.round_trip import mend_prompts, round_trips
 from dlmi.slots import Slot
 from dlmi.vocabulary import Vocabulary
 
-_SWAPS_PER_POSITION = 128
-_TEMPERATURE = 0.5
+_SWAPS_PER_POSITION = 64
+_TRIED = -1
 _KICKED_SHARE = 0.2  # of the positions, when no promising swap is left
 
 
@@ -67,7 +67,7 @@ class Refinement:
         for slot in slots:
             if _key("columns") not in slot.memory:
                 self._begin(slot)
-        self._propose([slot for slot in slots if _key("swap_gains") not in slot.memory])
+        self._propose([slot for slot in slots if _key("swaps") not in slot.memory])
         for slot in slots:
             self._search(slot)
         width = max(len(slot.target.ids) for slot in slots)
@@ -117,14 +117,13 @@ class Refinement:
             promises.scatter_(1, mine[:, None], -torch.inf)  # no swap at all
             count = min(_SWAPS_PER_POSITION, promises.shape[1])
             gains, swaps = promises.topk(count, dim=-1)  # (N, K)
-            spread = gains[gains.isfinite()].std(correction=0).clamp_min(1e-12)
-            slot.memory[_key("swap_gains")] = gains / spread
-            slot.memory[_key("swap_columns")] = swaps
+            swaps[gains.isneginf()] = _TRIED
+            slot.memory[_key("swaps")] = swaps
 
     @torch.no_grad()
     def _search(self, slot: Slot) -> None:
         columns = slot.memory[_key("columns")]
-        if not slot.memory[_key("swap_gains")].isfinite().any():
+        if bool((slot.memory[_key("swaps")] == _TRIED).all()):
             return self._kick(slot, columns)
         candidates = self._candidates(slot, columns)
         if len(candidates) == 0:
@@ -140,18 +139,15 @@ class Refinement:
         return None
 
     def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
-        """The next swaps in an order that chance and promise make, (C, N); each is drawn once."""
-        gains: Tensor = slot.memory[_key("swap_gains")]
-        uniform = torch.rand(gains.shape, generator=slot.generator, device=gains.device)
-        noise = -(-uniform.clamp(1e-9, 1 - 1e-7).log()).log()
-        order = gains / _TEMPERATURE + noise.to(gains.dtype)
-        left = int(gains.isfinite().sum())
-        picks = order.flatten().topk(min(self.width, left)).indices
-        gains.view(-1)[picks] = -torch.inf
-        positions = picks // gains.shape[1]
-        swaps = slot.memory[_key("swap_columns")].flatten()[picks]
+        """Swaps that were not tried yet, drawn at random, (C, N)."""
+        swaps = slot.memory[_key("swaps")].view(-1)
+        untried = (swaps != _TRIED).nonzero()[:, 0]
+        order = torch.rand(len(untried), generator=slot.generator, device=untried.device)
+        picks = untried[order.argsort()[: self.width]]
+        positions = picks // (len(swaps) // len(columns))
         candidates = columns.repeat(len(picks), 1)
-        candidates[torch.arange(len(picks)), positions] = swaps
+        candidates[torch.arange(len(picks)), positions] = swaps[picks]
+        swaps[picks] = _TRIED
         if not self.vocabulary.must_round_trip:
             return candidates
         rows = self.vocabulary.ids(candidates).tolist()
@@ -188,8 +184,7 @@ class Refinement:
 
     def _move(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
         memory = slot.memory
-        for name in ("swap_columns", "swap_gains"):  # those of the prompt before
-            memory.pop(_key(name), None)
+        memory.pop(_key("swaps"), None)  # those of the prompt before
         memory[_key("columns")], memory[_key("loss")] = columns, loss
         memory[_key("output_ids")] = output_ids
         if slot.is_promising or loss <= memory.get(_key("best_loss"), loss):
