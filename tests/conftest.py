@@ -179,7 +179,7 @@ METHODS = {
     "pez": (PEZ, {"lr": 0.03}),
     "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
     "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
-    "soda_rounds": (SODA, {"reset_every": 25, "rounds": 2, "refine_after": 0.8}),
+    "soda_rounds": (SODA, {"reset_every": 25, "round_steps": 5, "refine_after": 0.8}),
     "dlmi_refined": (
         DLMI,
         {"num_samples": 2, "norm_gradient_scale": 0.85, "refine_after": 0.5, "lr": 0.4},
