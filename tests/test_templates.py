@@ -15,7 +15,7 @@ from dlmi import InputError, Target, invert, load_lm
 from dlmi.callbacks import ResultWriter, RunCheckpoint
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts
-from dlmi.framed_targets import share_head
+from dlmi.framed_targets import fingerprint_targets, share_head
 from dlmi.frames import Frame
 from dlmi.layouts import lay_out
 from dlmi.losses import target_loss
@@ -25,7 +25,7 @@ from dlmi.passes import target_pass
 from dlmi.results import read_rows
 from dlmi.round_trip import mend_prompts, round_trips
 from dlmi.slots import Slot
-from dlmi.targets import fingerprint_targets, read_targets, write_targets
+from dlmi.targets import read_targets, write_targets
 from dlmi.templates import Template
 from dlmi.vocabulary import Vocabulary
 
