@@ -242,4 +242,4 @@ def test_settings_that_do_not_go_together_are_refused(data, fit, shared, tmp_pat
         with pytest.raises(InputError, match=name):
             data(**{**shared, name: 0})
     with pytest.raises(InputError, match="GradientStudy"):
-        fit(DLMI(**SMALL), data(**shared), callbacks=[GradientStudy(["gumbel_softmax"])])
+        fit(DLMI(**SMALL), data(**shared), callbacks=[GradientStudy(["gs_tau1"])])
