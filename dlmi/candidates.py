@@ -7,10 +7,12 @@ Axes: C candidates, N prompt tokens, P of a prompt in its frame, M target tokens
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from dlmi.fluency import Fluency, reading_states
 from dlmi.layouts import pad_ids
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName, target_loss
@@ -68,6 +70,7 @@ def score_candidates(
     target: Target,
     loss: LossName = "cross_entropy",
     prompt_bos: bool = False,
+    fluency: Fluency | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Teacher-forced scores of candidates.
 
@@ -78,6 +81,7 @@ def score_candidates(
         target: The one target; where it has examples, the loss is their mean.
         loss: Which loss.
         prompt_bos: Put BoS before each prompt.
+        fluency: A penalty on unlikely prompts, added to each loss.
 
     Returns:
         The loss of each candidate, (C,), what teacher forcing decodes after it, (C, M), and how
@@ -91,7 +95,7 @@ def score_candidates(
         places = example.frame.places(len(prompt_ids))
         in_frame, candidates = around.clone(), around.repeat(len(candidate_ids), 1)
         in_frame[places], candidates[:, places] = prompt_ids, candidate_ids
-        scores.append(_score(lm, in_frame, candidates, example.ids, loss, bos_ids))
+        scores.append(_score(lm, in_frame, candidates, example.ids, loss, bos_ids, fluency))
     if len(scores) == 1:
         return scores[0]
     losses, output_ids, tokens_read = zip(*scores, strict=True)
@@ -105,11 +109,17 @@ def _score(
     target: tuple[int, ...],
     loss: LossName,
     bos_ids: Tensor,
+    fluency: Fluency | None,
 ) -> tuple[Tensor, Tensor, int]:
     """The same of whole prompts, (P,) and (C, P), and one target."""
     length = len(prompt_ids)
     target_ids, mask = pad_ids([target], lm.device)  # (1, M)
-    prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
+
+    def watch() -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([]) if fluency is None else reading_states(lm)
+
+    with watch() as prompt_states:
+        prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
     differs = candidate_ids != prompt_ids
     # A candidate like the prompt itself shares all but the last token, whose logits it needs.
     shared = torch.where(differs.any(-1), differs.int().argmax(-1), length - 1)  # (C,)
@@ -122,13 +132,21 @@ def _score(
     output_ids: list[Tensor] = []
     order: list[int] = []
     for start, members in group_by_shared(shared.tolist(), row_length, overhead):
-        rest_ids = candidate_ids[members, start:]
+        group_ids = candidate_ids[members]
         common = prefix.shortened(len(bos_ids) + start)
 
-        def work(rows: slice, ids: Tensor = rest_ids, common: Prefix = common) -> None:
+        def work(
+            rows: slice, ids: Tensor = group_ids, start: int = start, common: Prefix = common
+        ) -> None:
             expanded = target_ids.expand(len(ids[rows]), -1)
-            logits = lm.target_logits(lm.embed(ids[rows]), expanded, common or None)
-            losses.append(target_loss(loss, logits, expanded, mask.expand_as(expanded)))
+            with watch() as states:
+                logits = lm.target_logits(lm.embed(ids[rows, start:]), expanded, common or None)
+            row_losses = target_loss(loss, logits, expanded, mask.expand_as(expanded))
+            if fluency is not None:
+                shared_states = prompt_states[0][:, len(bos_ids) :][:, :start]
+                own_states = states[0][:, -(row_length - start) :]
+                row_losses += fluency.of_candidates(ids[rows], shared_states, own_states)
+            losses.append(row_losses)
             output_ids.append(logits.argmax(-1))
 
         lm.rows_per_pass.run(lm, len(members), row_length - start, len(target), work)

@@ -47,6 +47,7 @@ def check_run(trainer: Trainer, data: TargetDataModule, module: "Inverter") -> N
     vocabulary = module.vocabulary_of(data.lm)
     vocabulary.check_targets(data.targets)
     module.check_vocabulary(vocabulary, data.targets)
+    module.fluency_term_of(vocabulary)  # refuses an LM that it does not fit
     _check_lengths(data, module)
 
 
@@ -54,12 +55,22 @@ def _check_lengths(data: TargetDataModule, module: "Inverter") -> None:
     """Slots must hold the prompt, and the LM's positions the whole."""
     prompt_length = module.prompt_length + module.prompt_bos
     for target in data.targets:
+        if target.shared is not None and module.refine_after < 1:
+            raise InputError(
+                "Expected `model.refine_after` to be 1 with `data.shared: true`, but got "
+                f"{module.refine_after}: its swaps are compared on one target. Leave it out."
+            )
         for example in target.all_readings:
             example.frame.sizes(module.prompt_length)
             if module.prompt_bos and example.frame.fixed_ids[:1] == (data.lm.bos_id,):
                 raise InputError(
                     "Expected `model.prompt_bos` to be false with a template that starts with BoS "
                     f"already, but it is true (target {target.id}). Leave it out."
+                )
+            if module.fluency and example.frame.fixed_ids:
+                raise InputError(
+                    "Expected `model.fluency` to be 0 with `data.template` or `data.chat`, but got "
+                    f"{module.fluency}: the penalty knows prompts that stand alone. Leave it out."
                 )
     longest = max(data.targets, key=lambda target: target.longest_row(0))
     limit, rest = data.lm.max_positions, longest.longest_row(0)

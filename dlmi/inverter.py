@@ -7,6 +7,7 @@ next target at once. Several ranks do so side by side and take from one queue.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from dlmi.framed_targets import fingerprint_targets
 from dlmi.identity import check_checkpoint, check_row, run_identity, settings_of
 from dlmi.method import Method
 from dlmi.news import News
+from dlmi.norm_gradients import scaled_norm_gradients
+from dlmi.passes import StepLosses
 from dlmi.precision import drop_gradient_scaler
 from dlmi.ranks import Ranks
 from dlmi.results import Inversion, describe_environment
@@ -157,6 +160,7 @@ class Inverter(Method):
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self.news.exchange(self)
         self._settle()
+        self._begin_rounds()
         if not self.active:
             self.news.exchange(self, until=lambda: self.ranks.others_have_left)
         if self.active and not self.stop_requested:
@@ -177,16 +181,20 @@ class Inverter(Method):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
         slots = self.active
-        with self.lm.mixed_precision():
-            step = self.losses(slots)
-        values = (step.losses if step.values is None else step.values).detach()
-        for row, slot in enumerate(slots):
-            slot.loss = values[row]
-            slot.output_ids = step.output_ids[row, : len(slot.target_at().ids)]
-            slot.step += 1
+        refined = [slot for slot in slots if self.is_refined(slot)]
+        relaxed = [slot for slot in slots if not self.is_refined(slot)]
+        total = torch.zeros((), device=self.device, requires_grad=True)  # of no slot in particular
+        with self.lm.mixed_precision(), scaled_norm_gradients(self.lm, self.norm_gradient_scale):
+            if relaxed:
+                step = self.losses(relaxed)
+                _note(relaxed, step)
+                total = step.losses.sum()
+            if refined:
+                _note(refined, self.refinement.step(refined))
         self.news.steps += len(slots)
-        self.log("train/loss", values.mean(), batch_size=1)
-        return step.losses.sum()
+        losses = torch.stack([slot.loss for slot in slots if slot.loss is not None])
+        self.log("train/loss", losses.mean(), batch_size=1)
+        return total
 
     def on_after_backward(self) -> None:
         """A target whose loss or gradient is not finite ends here; the others do not notice."""
@@ -229,7 +237,7 @@ class Inverter(Method):
         while due := [slot for slot in self.active if slot.is_due(self.eval_every, self.budget)]:
             for slot in due:
                 slot.diagnostics = self.diagnostics(slot)
-            self.judge.evaluate(due, self.prompt_ids(due))
+            self.judge.evaluate(due, self._current_ids(due))
             for callback in self.inversion_callbacks:
                 callback.on_evaluation(self.trainer, self, due)
             self._charge_time()
@@ -243,6 +251,30 @@ class Inverter(Method):
                     self._finished_ids.add(slot.target.id)
                     self._refill(slot.index)
             self._clock = time.perf_counter()  # measuring what is done costs the others nothing
+
+    def _begin_rounds(self) -> None:
+        """Let slots whose round is over start anew; what they found is measured before."""
+        over = [slot for slot in self.active if self.round_of(slot)[0] > slot.round]
+        unseen = [slot for slot in over if slot.last is None or slot.last.step < slot.step]
+        if unseen:
+            self.judge.evaluate(unseen, self._current_ids(unseen))
+        for slot in over:
+            slot.round = self.round_of(slot)[0]
+            slot.memory.clear()
+            self._start(slot)
+
+    def _start(self, slot: Slot) -> None:
+        with torch.no_grad():
+            self.initialise(slot)
+        self.forget_moments(slot)
+
+    def _current_ids(self, slots: Sequence[Slot]) -> Tensor:
+        """The discrete prompts of the relaxations, or of the refinements that follow, (B, N)."""
+        prompt_ids = self.prompt_ids(slots)
+        for row, slot in enumerate(slots):
+            if (refined_ids := self.refinement.prompt_ids(slot)) is not None:
+                prompt_ids[row] = refined_ids
+        return prompt_ids
 
     def _charge_time(self) -> None:
         now = time.perf_counter()
@@ -259,7 +291,7 @@ class Inverter(Method):
 
     def _report(self, slot: Slot, reason: str) -> None:
         assert slot.best is not None
-        [last_ids] = self.prompt_ids([slot])
+        [last_ids] = self._current_ids([slot])
         row = build_row(
             self.vocabulary,
             replace(slot, best=self.judge.decode_alone(slot, slot.best)),
@@ -286,7 +318,14 @@ class Inverter(Method):
             self.slots[index] = self._saved.restore(self, index, target)
             return
         slot = Slot.open(index, target, self.seed, self.device)
-        with torch.no_grad():
-            self.initialise(slot)
-        self.forget_moments(slot)
+        self._start(slot)
         self.slots[index] = slot
+
+
+def _note(slots: Sequence[Slot], step: StepLosses) -> None:
+    """What a step has shown of each slot."""
+    values = (step.losses if step.values is None else step.values).detach()
+    for row, slot in enumerate(slots):
+        slot.loss = values[row]
+        slot.output_ids = step.output_ids[row, : len(slot.target_at().ids)]
+        slot.step += 1

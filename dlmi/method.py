@@ -16,11 +16,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.fluency import Fluency
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
+from dlmi.refinement import Refinement, check_refinement
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target
@@ -37,6 +39,11 @@ class Method(LightningModule, ABC):
         prompt_bos: Whether BoS stands before the prompt.
         allowed_tokens: What a prompt may hold.
         forbid_target_tokens: What it may not hold of its target.
+        fluency: Weight of the penalty on unlikely prompts; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers.
+        rounds: Rounds that the budget is divided into, each with a start of its own.
+        refine_after: Share of a round after which the best discrete prompt is refined.
+        refine_width: Swaps that a step of the refinement tries.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
     """
@@ -48,7 +55,13 @@ class Method(LightningModule, ABC):
     forbid_target_tokens: ForbiddenTokens
     slots: list[Slot | None]
     Z: nn.ParameterList
+    fluency: float = 0.0
+    norm_gradient_scale: float = 1.0
+    rounds: int = 1
+    refine_after: float = 1.0
+    refine_width: int = 16
     _vocabulary: Vocabulary | None = None
+    _fluency_term: Fluency | None = None
 
     # ---- what a method fills in
 
@@ -116,6 +129,60 @@ class Method(LightningModule, ABC):
         if self._vocabulary is None or self._vocabulary.lm is not lm:
             self._vocabulary = Vocabulary(lm, self.token_sets(), self.forbid_target_tokens)
         return self._vocabulary
+
+    @property
+    def fluency_term(self) -> Fluency | None:
+        """The penalty on unlikely prompts, where there is one."""
+        return self.fluency_term_of(self.vocabulary)
+
+    def fluency_term_of(self, vocabulary: Vocabulary) -> Fluency | None:
+        """The same before the run: raises `InputError` for an LM that it does not fit."""
+        if not self.fluency:
+            return None
+        if self._fluency_term is None or self._fluency_term.vocabulary is not vocabulary:
+            self._fluency_term = Fluency(vocabulary, self.fluency)
+        return self._fluency_term
+
+    @property
+    def prompt_matrix(self) -> Tensor:
+        """What each token embeds to, and is read out by where there is a penalty, (V, d ..)."""
+        term = self.fluency_term
+        return self.vocabulary.matrix if term is None else term.matrix
+
+    def set_norm_gradient_scale(self, factor: float) -> None:
+        """Scale gradients at the LM's norm layers, in every step."""
+        check_positive("model", norm_gradient_scale=factor)
+        self.norm_gradient_scale = factor
+
+    def set_rounds(self, rounds: int, refine_after: float, refine_width: int) -> None:
+        """Divide the budget into rounds, and refine the best prompt of each at a share of it."""
+        check_at_least_one("model", rounds=rounds)
+        check_refinement(refine_after, refine_width)
+        self.rounds, self.refine_after, self.refine_width = rounds, refine_after, refine_width
+
+    @property
+    def refinement(self) -> Refinement:
+        """The search that follows, where there is one."""
+        return Refinement(self.vocabulary, self.refine_width, self.prompt_bos, self.fluency_term)
+
+    def dearest_step(self, target_length: int) -> int:
+        """Token passes of a step of either kind, at most."""
+        relaxed = self.token_passes_per_step(target_length)
+        if self.refine_after == 1:
+            return relaxed
+        read = self.prompt_length + target_length - 1
+        # The first one scores its start, takes a gradient and tries its swaps.
+        return max(relaxed, 2 * read + 2 * self.prompt_length + (self.refine_width + 1) * read)
+
+    def round_of(self, slot: Slot) -> tuple[int, float]:
+        """Which round a slot is in by what it has used up, and the share of it that is over."""
+        used = self.budget.share_used(slot) * self.rounds
+        number = min(int(used), self.rounds - 1)
+        return number, used - number
+
+    def is_refined(self, slot: Slot) -> bool:
+        """Whether a slot is past its relaxation, in its round."""
+        return self.refine_after < 1 and self.round_of(slot)[1] >= self.refine_after
 
     @property
     def judge(self) -> Judge:

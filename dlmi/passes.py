@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlmi.fluency import Fluency, Score
 from dlmi.frames import Example
 from dlmi.layouts import Rows, lay_out
 from dlmi.lm import FrozenLM, NextEmbeds
@@ -29,8 +30,6 @@ from dlmi.targets import Target
 
 # Draws what a free run of some of the rows reads next: the rows, a step's logits and its index.
 RowNextEmbeds = Callable[[Rows, Tensor, int], Tensor]
-# Prompts of some rows, (r, N, d), to their losses, (r,), and what was decoded, (r, M).
-_Score = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 _HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way through the LM
 
@@ -63,17 +62,19 @@ def target_pass(
     teacher_forcing: bool = True,
     prompt_bos: bool = False,
     next_embeds: RowNextEmbeds | None = None,
+    fluency: Fluency | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Send S prompts of each slot through the LM, and charge the slots for it.
 
     Args:
         lm: The model.
         slots: B of them.
-        prompt_embeds: (B, S, N, d).
+        prompt_embeds: (B, S, N, d); with `fluency`, products with its matrix.
         loss: Which loss.
         teacher_forcing: Feed the target's own prefix; else run freely.
         prompt_bos: Put BoS before each prompt.
         next_embeds: What a free run reads next; default: the greedy token.
+        fluency: A penalty on unlikely prompts, added to the loss of each row.
 
     Returns:
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
@@ -104,7 +105,10 @@ def target_pass(
         losses = target_loss(loss, logits, layout.target_ids[rows], layout.mask[rows])
         return losses, logits.detach().argmax(-1)
 
-    losses, output_ids = _RowLosses.apply(embeds_of_rows, lm, score, layout.tokens, target_length)  # type: ignore[no-untyped-call]
+    final_score = score if fluency is None else fluency.added_to(score, target_length - 1)
+    losses, output_ids = _RowLosses.apply(
+        embeds_of_rows, lm, final_score, layout.tokens, target_length
+    )  # type: ignore[no-untyped-call]
     for slot, target in zip(slots, targets, strict=True):
         passed = samples * row_tokens(prompt_length, target)
         slot.forward_tokens += passed
@@ -131,7 +135,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, embeds: Tensor, lm: FrozenLM, score: _Score, tokens: int, target_length: int
+        ctx: Any, embeds: Tensor, lm: FrozenLM, score: Score, tokens: int, target_length: int
     ) -> tuple[Tensor, Tensor]:
         wants_gradient: bool = ctx.needs_input_grad[0]
         losses = embeds.new_empty(len(embeds))

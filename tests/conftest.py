@@ -163,15 +163,27 @@ METHODS = {
         GBDA,
         {"tau": 2.0, "tau_end": 0.5, "num_samples": 2, "final_samples": 6, "lr": 0.3},
     ),
+    "dlmi_fluent": (
+        DLMI,
+        {"tau0": 1.0, "num_samples": 2, "estimator": "straight_through", "fluency": 0.3, "lr": 0.4},
+    ),
     "reinforce": (REINFORCE, {"num_samples": 16, "lr": 0.3}),
     "reinforce_rloo": (
         REINFORCE,
         {"num_samples": 16, "baseline": "rloo", "teacher_forcing": True, "lr": 0.3},
     ),
     "soda": (SODA, {"reset_every": 25}),
+    "soda_fluent": (SODA, {"reset_every": 25, "fluency": 0.3}),
     "gcg": (GCG, {"search_width": 16, "topk": 8}),
+    "gcg_fluent": (GCG, {"search_width": 16, "topk": 8, "fluency": 0.3}),
     "pez": (PEZ, {"lr": 0.03}),
     "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
+    "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
+    "soda_rounds": (SODA, {"reset_every": 25, "rounds": 2, "refine_after": 0.8}),
+    "dlmi_refined": (
+        DLMI,
+        {"num_samples": 2, "norm_gradient_scale": 0.85, "refine_after": 0.5, "lr": 0.4},
+    ),
 }
 
 

@@ -148,6 +148,33 @@ def test_a_report_finds_labels_and_budgets(copied):
     assert group.labels == ["DLMI(1)", "SODA"]
 
 
+def test_sizes_bring_their_target_lengths_and_budgets(grid):
+    soda = {"SODA": {"config": "soda.yaml"}}
+    sizes = [
+        {"prompt_length": 3},
+        {"prompt_length": 5, "target_length": 2, "budgets": [8, 2]},
+    ]
+    settings = grid(prompt_lengths=[], sizes=sizes, methods=soda)
+    assert run("compare", "--config", write(settings)) == 0
+    longer, shorter = sorted(
+        load([Path(settings["out"])]).groups, key=lambda group: group.prompt_lengths
+    )
+    assert (longer.prompt_lengths, longer.budgets) == ([3], ("step", (4.0, 12.0)))
+    assert (shorter.prompt_lengths, shorter.budgets) == ([5], ("step", (2.0, 8.0)))
+    assert {len(row.target_ids) for row in longer.rows} == {4}
+    assert {len(row.target_ids) for row in shorter.rows} == {2}
+    assert {row.settings["steps"] for row in shorter.rows} == {8}
+
+
+def test_a_plan_names_the_budgets_of_each_size(grid, capsys):
+    sizes = [{"prompt_length": 3}, {"prompt_length": 5, "budgets": [2000]}]
+    file = write(grid(prompt_lengths=[], sizes=sizes))
+    assert run("compare", "--config", file, "--dry_run") == 0
+    said = capsys.readouterr().out
+    assert "budgets: 4, 12 steps per target (N = 3)" in said
+    assert "budgets: 2,000 steps per target (N = 5)" in said
+
+
 def test_token_budgets_are_an_axis_of_budgets(grid):
     soda = {"SODA": {"config": "soda.yaml"}}
     settings = grid(steps=None, token_budgets=[60, 120], methods=soda)
@@ -238,6 +265,13 @@ def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(gr
     [
         ({"steps": None}, "either `steps` or `token_budgets`"),
         ({"seeds": [1, 1]}, "Expected `seeds` to differ"),
+        ({"prompt_lengths": []}, "either `prompt_lengths` or `sizes`"),
+        ({"sizes": [{"prompt_length": 2}]}, "either `prompt_lengths` or `sizes`"),
+        (
+            {"prompt_lengths": [], "sizes": [{"prompt_length": 2, "budgets": [0]}]},
+            "Expected `budgets.smallest` to be at least 1",
+        ),
+        ({"prompt_lengths": [], "sizes": [{"prompt_length": 2}] * 2}, "Expected `sizes` to differ"),
         ({"methods": {}}, "Expected `methods`"),
         ({"methods": {"X": {"config": "nothing.yaml"}}}, "Expected `methods.X.config`"),
         (

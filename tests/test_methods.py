@@ -12,10 +12,11 @@ from dlmi import InputError
 from dlmi.candidates import score_candidates
 from dlmi.losses import target_loss, target_mask
 from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
-from dlmi.methods.adc import keep_largest, scaled_norm_gradients, sparsity_counts
+from dlmi.methods.adc import keep_largest, sparsity_counts
 from dlmi.methods.gcg import propose_swaps
 from dlmi.methods.pez import nearness
 from dlmi.methods.soda import DecayingAdam
+from dlmi.norm_gradients import scaled_norm_gradients
 from dlmi.slots import Budget, Slot
 from dlmi.soft_embedding import sample_columns
 from dlmi.targets import Target

@@ -241,5 +241,7 @@ def test_settings_that_do_not_go_together_are_refused(data, fit, shared, tmp_pat
     for name in ("examples_per_step", "eval_examples"):
         with pytest.raises(InputError, match=name):
             data(**{**shared, name: 0})
+    with pytest.raises(InputError, match="refine_after"):
+        fit(DLMI(**SMALL, refine_after=0.5), data(**shared))
     with pytest.raises(InputError, match="GradientStudy"):
         fit(DLMI(**SMALL), data(**shared), callbacks=[GradientStudy(["gs_tau1"])])

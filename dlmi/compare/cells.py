@@ -45,7 +45,7 @@ class CellRun:
         self._record: dict[str, Any] = {
             "label": cell.label,
             "axis": grid.axis,
-            "budgets": grid.budgets,
+            "budgets": cell.budgets,
             "settings": cell.settings,
         }
 

@@ -148,11 +148,20 @@ def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None
     screen = Console()
     screen.print(table)
     left = cost.token_passes - cost.done_passes
-    budgets = ", ".join(f"{budget:,}" for budget in grid.budgets)
     unit = "steps" if grid.axis == "step" else "token passes"
-    print(f"budgets: {budgets} {unit} per target, all read from the traces of the longest")
+    for budgets, lengths in _lengths_by_budgets(grid).items():
+        of_size = "" if not grid.sizes else f" (N = {', '.join(map(str, lengths))})"
+        values = ", ".join(f"{budget:,}" for budget in budgets)
+        print(f"budgets: {values} {unit} per target{of_size}, all read from the longest's traces")
     print(f"{cost.token_passes:,} token passes at most in all, {left:,.0f} of them left")
     if speed:
         print(f"at {speed:,.0f} token passes per second: {left / speed / 3600:.1f} hours left")
     else:
         print("hours: give `--speed`, or run a cell; `python -m dlmi bench` measures it")
+
+
+def _lengths_by_budgets(grid: Grid) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for size in grid.all_sizes:
+        found.setdefault(tuple(size.budgets or ()), []).append(size.prompt_length)
+    return found

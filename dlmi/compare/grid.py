@@ -35,6 +35,21 @@ class MethodSpec:
 
 
 @dataclass(frozen=True)
+class Size:
+    """How long prompts and targets are, where the two go together.
+
+    Args:
+        prompt_length: Prompt length, N.
+        target_length: Target length, M; that of `data` if not given.
+        budgets: Budgets of this size, counted as those of the grid; the grid's if not given.
+    """
+
+    prompt_length: int
+    target_length: int | None = None
+    budgets: list[int] | None = None
+
+
+@dataclass(frozen=True)
 class Grid:
     """A comparison.
 
@@ -42,6 +57,7 @@ class Grid:
         out: Folder of the comparison; each cell is a run folder in it.
         methods: The methods by the names that figures and tables call them.
         prompt_lengths: Prompt lengths, N.
+        sizes: Or prompt lengths with the target length and the budgets that belong to each.
         steps: Budgets in steps. The largest is run; the others are read from its traces.
         token_budgets: Budgets in token passes through the LM per target, in place of `steps`.
         seeds: Seeds of the runs; the targets are the same for all of them.
@@ -54,7 +70,8 @@ class Grid:
 
     out: str
     methods: dict[str, MethodSpec]
-    prompt_lengths: list[int]
+    prompt_lengths: list[int] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
     steps: list[int] | None = None
     token_budgets: list[int] | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -70,8 +87,17 @@ class Grid:
 
     @property
     def budgets(self) -> list[int]:
-        """Ascending."""
+        """Ascending; of sizes that have none of their own."""
         return sorted(self.steps or self.token_budgets or [])
+
+    @property
+    def all_sizes(self) -> list[Size]:
+        """Those given, each with its budgets."""
+        sizes = self.sizes or [Size(length) for length in self.prompt_lengths]
+        return [
+            dataclasses.replace(size, budgets=sorted(size.budgets or self.budgets))
+            for size in sizes
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,6 +110,7 @@ class Cell:
         label: The method's name in the grid.
         config: The method's configuration file.
         overrides: What the grid changes in it.
+        budgets: At which its traces are read, ascending.
         settings: Everything, as `fit` will see it.
         targets: How many it inverts; None where only the run will know.
         token_passes: What it costs at most; None likewise.
@@ -94,6 +121,7 @@ class Cell:
     label: str
     config: Path
     overrides: dict[str, Any]
+    budgets: list[int]
     settings: dict[str, Any]
     targets: int | None
     token_passes: int | None
@@ -116,8 +144,8 @@ def plan(grid: Grid, beside: Path) -> list[Cell]:
     """
     _check(grid)
     cells: dict[str, Cell] = {}
-    for model_name, length, label in _places(grid):
-        cell = _cell(grid, beside, model_name, length, label)
+    for model_name, size, label in _places(grid):
+        cell = _cell(grid, beside, model_name, size, label)
         if cell.place in cells:
             raise InputError(
                 f"Expected the names of the grid to make different folders, but "
@@ -128,17 +156,26 @@ def plan(grid: Grid, beside: Path) -> list[Cell]:
 
 
 def _check(grid: Grid) -> None:
-    for name in ("methods", "prompt_lengths", "seeds"):
+    for name in ("methods", "seeds"):
         if not getattr(grid, name):
             raise InputError(f"Expected `{name}` to hold at least one entry, but it is empty.")
+    if bool(grid.prompt_lengths) == bool(grid.sizes):
+        raise InputError(
+            "Expected either `prompt_lengths` or `sizes` to hold at least one entry, but got "
+            f"{grid.prompt_lengths} and {grid.sizes}."
+        )
     if (grid.steps is None) == (grid.token_budgets is None) or not grid.budgets:
         raise InputError(
             "Expected either `steps` or `token_budgets` to hold the budgets of the grid, but got "
             f"{grid.steps} and {grid.token_budgets}."
         )
-    check_at_least_one("budgets", smallest=grid.budgets[0])
-    for name in ("seeds", "prompt_lengths"):
-        values = getattr(grid, name)
+    smallest = min(min(size.budgets or []) for size in grid.all_sizes)
+    check_at_least_one("budgets", smallest=smallest)
+    for name, values in (
+        ("seeds", grid.seeds),
+        ("prompt_lengths", grid.prompt_lengths),
+        ("sizes", [(size.prompt_length, size.target_length) for size in grid.sizes]),
+    ):
         if len(set(values)) < len(values):
             raise InputError(f"Expected `{name}` to differ, but got {values}.")
     for label, spec in grid.methods.items():
@@ -150,12 +187,12 @@ def _check(grid: Grid) -> None:
                 )
 
 
-def _places(grid: Grid) -> Iterator[tuple[str | None, int, str]]:
+def _places(grid: Grid) -> Iterator[tuple[str | None, Size, str]]:
     names: list[str | None] = [*grid.models] or [None]
     for model_name in names:
-        for length in grid.prompt_lengths:
+        for size in grid.all_sizes:
             for label in grid.methods:
-                yield model_name, length, label
+                yield model_name, size, label
 
 
 def _with_seed(cell: Cell, seed: int) -> Cell:
@@ -165,7 +202,7 @@ def _with_seed(cell: Cell, seed: int) -> Cell:
     return dataclasses.replace(cell, seed=seed, settings=settings, overrides=overrides)
 
 
-def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: str) -> Cell:
+def _cell(grid: Grid, beside: Path, model_name: str | None, size: Size, label: str) -> Cell:
     """With the first seed; parsing takes a moment, and the other seeds differ in nothing else."""
     spec = grid.methods[label]
     config = beside / spec.config
@@ -173,15 +210,22 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: 
         raise InputError(
             f"Expected `methods.{label}.config` to be a configuration file, but {config} is not."
         )
-    most = grid.budgets[-1]
+    budgets = size.budgets or []
+    most = budgets[-1]
     budget = (
         {"steps": most} if grid.axis == "step" else {"steps": _NO_STEP_LIMIT, "token_budget": most}
     )
     every = {} if grid.eval_every is None else {"eval_every": grid.eval_every}
     overrides: dict[str, Any] = {
         "seed_everything": grid.seeds[0],
-        "model": {"init_args": {**every, **spec.model, "prompt_length": length, **budget}},
-        "data": {**grid.data, **(grid.models[model_name] if model_name else {})},
+        "model": {
+            "init_args": {**every, **spec.model, "prompt_length": size.prompt_length, **budget}
+        },
+        "data": {
+            **grid.data,
+            **({} if size.target_length is None else {"target_length": size.target_length}),
+            **(grid.models[model_name] if model_name else {}),
+        },
         "trainer": grid.trainer,
     }
     try:
@@ -189,14 +233,16 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, length: int, label: 
     except InputError as error:
         raise InputError(f"Expected `methods.{label}` to be a run of `fit`: {error}") from error
     targets = _count_targets(settings["data"])
-    per_target = _cost(grid, method, settings["data"]["target_length"])
-    parts = [model_name, label, f"N{length}"]
+    per_target = _cost(grid, method, most, settings["data"]["target_length"])
+    parts = [model_name, label, f"N{size.prompt_length}"]
+    parts += [] if size.target_length is None else [f"M{size.target_length}"]
     return Cell(
         place="-".join(_folder_name(part) for part in parts if part),
         seed=grid.seeds[0],
         label=label,
         config=config,
         overrides=overrides,
+        budgets=budgets,
         settings=_plain(settings),
         targets=targets,
         token_passes=None if targets is None else targets * per_target,
@@ -216,14 +262,13 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _cost(grid: Grid, method: Inverter, target_length: int) -> int:
+def _cost(grid: Grid, method: Inverter, most: int, target_length: int) -> int:
     """Token passes of one target that is never solved, evaluations included."""
-    if grid.token_budgets is not None:
-        return grid.budgets[-1]
-    steps = grid.budgets[-1]
+    if grid.axis == "token_passes":
+        return most
     evaluation = method.prompt_length + 2 * target_length
-    evaluations = 1 + steps // method.eval_every
-    return steps * method.token_passes_per_step(target_length) + evaluations * evaluation
+    evaluations = 1 + most // method.eval_every
+    return most * method.dearest_step(target_length) + evaluations * evaluation
 
 
 def _count_targets(data: dict[str, Any]) -> int | None:

@@ -9,21 +9,17 @@ Hu et al. 2024 (arXiv 2405.09113). The rows lie on the simplex themselves: no so
 temperature. After each step of SGD with heavy momentum only the s largest entries of each row are
 kept, and s shrinks as the teacher-forced target tokens come right, so that the prompt hardens
 because it works, not on a schedule. Several restarts share one batch, and the argmax prompt of
-each is scored at every step. `norm_gradient_scale` scales gradients where they leave the norm
-layers, which weakens the blocks' branches against the residual stream.
+each is scored at every step.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.inverter import Inverter
-from dlmi.lm import FrozenLM
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
 from dlmi.prompt_forms import Relaxation
@@ -71,28 +67,6 @@ def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) ->
     return counts.clamp_min(1)
 
 
-@contextlib.contextmanager
-def scaled_norm_gradients(lm: FrozenLM, factor: float) -> Iterator[None]:
-    """Scale gradients where they leave a norm layer, for passes made inside this context.
-
-    The forward pass is untouched. Inside a block the norm stands at the start of a branch, so a
-    factor below 1 weakens what comes through the branches against the residual stream.
-    """
-
-    def scale(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-
-    norms = [m for m in lm.model.modules() if type(m).__name__.endswith("Norm")]
-    handles = [norm.register_forward_hook(scale) for norm in norms]
-    try:
-        with lm.compiled.paused():  # a compiled pass would not see the hooks
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class ADC(Inverter):
     """Adaptive dense-to-sparse search on the simplex, with restarts in one batch.
 
@@ -111,6 +85,11 @@ class ADC(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the starts. On the command line: `seed_everything`.
     """
 
@@ -129,6 +108,9 @@ class ADC(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -141,8 +123,10 @@ class ADC(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_rounds(rounds, refine_after, refine_width)
         check_at_least_one("model", restarts=restarts)
-        check_positive("model", lr=lr, norm_gradient_scale=norm_gradient_scale)
+        check_positive("model", lr=lr)
         if not (0 <= momentum < 1 and 0 < ema_rate <= 1):
             raise InputError(
                 "Expected `model.momentum` to be at least 0 and below 1 and `model.ema_rate` to be "
@@ -153,7 +137,6 @@ class ADC(Inverter):
         self.lr = lr
         self.momentum = momentum
         self.ema_rate = ema_rate
-        self.norm_gradient_scale = norm_gradient_scale
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Z (R, N, V): a row of the simplex per restart and position."""
@@ -174,15 +157,9 @@ class ADC(Inverter):
         self._score_discrete(slots, torch.stack([r.detach().argmax(-1) for r in rows]))
         matrix = self.vocabulary.matrix.to(self.compute_dtype)
         embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
-        scaled = (
-            contextlib.nullcontext()
-            if self.norm_gradient_scale == 1
-            else scaled_norm_gradients(self.lm, self.norm_gradient_scale)
+        losses, output_ids = target_pass(
+            self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
         )
-        with scaled:
-            losses, output_ids = target_pass(
-                self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
-            )
         for slot, outputs in zip(slots, output_ids, strict=True):
             self._count_wrong(slot, outputs)
         lowest = losses.detach().argmin(dim=1)  # (B,)

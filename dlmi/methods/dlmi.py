@@ -22,6 +22,7 @@ from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators import EstimatorName, PromptSampler, gumbel_softmax
+from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.layouts import Rows
 from dlmi.losses import LossName
@@ -62,6 +63,13 @@ class DLMI(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -88,6 +96,11 @@ class DLMI(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -100,6 +113,9 @@ class DLMI(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_rounds(rounds, refine_after, refine_width)
+        self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau0=tau0, lr=lr, next_token_tau=next_token_tau)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
         if temperature == "fixed" and phi_init is not None:
@@ -162,7 +178,7 @@ class DLMI(Inverter):
         embeds = self.sampler(
             [self.Z[slot.index] for slot in slots],
             torch.stack([self.tau(slot) for slot in slots]),
-            self.vocabulary.matrix,
+            self.prompt_matrix,
             [slot.noise_seed() for slot in slots],
         )
         losses, output_ids = target_pass(
@@ -173,6 +189,7 @@ class DLMI(Inverter):
             self.teacher_forcing,
             self.prompt_bos,
             self._next_embeds(slots) if self.next_token == "gumbel_softmax" else None,
+            self.fluency_term,
         )
         return StepLosses(losses.mean(dim=1), output_ids[:, 0])
 

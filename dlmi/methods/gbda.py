@@ -18,6 +18,7 @@ from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators import EstimatorName, PromptSampler
+from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
@@ -50,6 +51,13 @@ class GBDA(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the noise. On the command line: `seed_everything`.
     """
 
@@ -71,6 +79,11 @@ class GBDA(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -83,6 +96,9 @@ class GBDA(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_rounds(rounds, refine_after, refine_width)
+        self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, tau_end=tau if tau_end is None else tau_end)
         check_at_least_one("model", num_samples=num_samples, rao_draws=rao_draws)
         if final_samples < 0:
@@ -112,7 +128,7 @@ class GBDA(Inverter):
 
     def tau(self, slot: Slot) -> Tensor:
         """The slot's temperature at this point of its budget, (N,)."""
-        progress = self.budget.share_used(slot)
+        _, progress = self.round_of(slot)
         tau = annealed_temperature(self.initial_tau, self.tau_end, progress)
         logits: Tensor = self.Z[slot.index]
         return logits.new_full((self.prompt_length,), tau)
@@ -122,11 +138,17 @@ class GBDA(Inverter):
         embeds = self.sampler(
             [self.Z[slot.index] for slot in slots],
             torch.stack([self.tau(slot) for slot in slots]),
-            self.vocabulary.matrix,
+            self.prompt_matrix,
             [slot.noise_seed() for slot in slots],
         )
         losses, output_ids = target_pass(
-            self.lm, slots, embeds, self.loss, self.teacher_forcing, self.prompt_bos
+            self.lm,
+            slots,
+            embeds,
+            self.loss,
+            self.teacher_forcing,
+            self.prompt_bos,
+            fluency=self.fluency_term,
         )
         return StepLosses(losses.mean(dim=1), output_ids[:, 0])
 

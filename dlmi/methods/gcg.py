@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from dlmi.candidates import score_candidates
 from dlmi.errors import InputError, check_at_least_one
+from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
@@ -114,6 +115,8 @@ class GCG(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
         seed: With the target's id it fixes the draws. On the command line: `seed_everything`.
     """
 
@@ -134,6 +137,8 @@ class GCG(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -146,6 +151,8 @@ class GCG(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.fluency = check_fluency(fluency, prompt_length)
         check_at_least_one("model", search_width=search_width, topk=topk, n_replace=n_replace)
         if n_replace > prompt_length:
             raise InputError(
@@ -205,10 +212,15 @@ class GCG(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The loss of the current prompt; its gradient proposes the swaps."""
-        matrix = self.vocabulary.matrix
+        matrix = self.prompt_matrix
         embeds = torch.stack([_OneHotProduct.apply(self.Z[s.index], matrix) for s in slots])  # type: ignore[no-untyped-call]
         losses, output_ids = target_pass(
-            self.lm, slots, embeds[:, None], self.loss, prompt_bos=self.prompt_bos
+            self.lm,
+            slots,
+            embeds[:, None],
+            self.loss,
+            prompt_bos=self.prompt_bos,
+            fluency=self.fluency_term,
         )
         for slot, loss in zip(slots, losses.detach()[:, 0], strict=True):
             if slot.target.shared is not None:  # the prompt's loss on these examples is another
@@ -265,6 +277,7 @@ class GCG(Inverter):
             target,
             self.loss,
             self.prompt_bos,
+            self.fluency_term,
         )
         slot.forward_tokens += tokens_read
         return losses, output_ids

@@ -55,6 +55,12 @@ class PEZ(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the start. On the command line: `seed_everything`.
     """
 
@@ -71,6 +77,10 @@ class PEZ(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        norm_gradient_scale: float = 1.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -83,6 +93,8 @@ class PEZ(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_rounds(rounds, refine_after, refine_width)
         check_positive("model", lr=lr)
         if weight_decay < 0:
             raise InputError(

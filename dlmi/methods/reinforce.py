@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
@@ -54,6 +56,12 @@ class REINFORCE(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the samples. On the command line: `seed_everything`.
     """
 
@@ -72,6 +80,10 @@ class REINFORCE(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -84,6 +96,8 @@ class REINFORCE(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_rounds(rounds, refine_after, refine_width)
+        self.fluency = check_fluency(fluency, prompt_length)
         check_at_least_one("model", num_samples=num_samples)
         check_positive("model", lr=lr)
         if baseline == "rloo" and num_samples < 2:
@@ -112,19 +126,17 @@ class REINFORCE(Inverter):
 
     def losses(self, slots: Sequence[Slot]) -> StepLosses:
         """The surrogate of each slot; the loss reported is the mean over its samples."""
-        columns = [
-            sample_columns(self.Z[slot.index], self.num_samples, slot.noise_seed())
-            for slot in slots
-        ]  # (S, N) each
-        token_ids = self.vocabulary.ids(torch.stack(columns))
+        draws = [sample_columns(self.Z[s.index], self.num_samples, s.noise_seed()) for s in slots]
+        columns = torch.stack(draws)  # (B, S, N)
         with torch.no_grad():
             losses, output_ids = target_pass(
                 self.lm,
                 slots,
-                self.lm.embed(token_ids),
+                F.embedding(columns, self.prompt_matrix),
                 self.loss,
                 self.teacher_forcing,
                 self.prompt_bos,
+                fluency=self.fluency_term,
             )
         surrogates = torch.stack(
             [self._surrogate(*row) for row in zip(slots, columns, losses, strict=True)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
@@ -103,6 +104,13 @@ class SODA(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        refine_after: Share of the budget after which the best discrete prompt is refined by single
+            swaps (`dlmi.refinement`); 1 for never.
+        refine_width: Swaps that a step of the refinement tries.
+        rounds: Rounds that the budget is divided into; each starts anew, and refines at the same
+            share of its own. The best prompt of all is kept.
         seed: With the target's id it fixes the restarts. On the command line: `seed_everything`.
     """
 
@@ -123,6 +131,11 @@ class SODA(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        norm_gradient_scale: float = 1.0,
+        refine_after: float = 1.0,
+        refine_width: int = 16,
+        rounds: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(
@@ -135,6 +148,9 @@ class SODA(Inverter):
             forbid_target_tokens,
             seed,
         )
+        self.set_norm_gradient_scale(norm_gradient_scale)
+        self.set_rounds(rounds, refine_after, refine_width)
+        self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, decay=decay)
         check_at_least_one("model", reset_every=reset_every, reinit_every=reinit_every)
         if decay > 1 or not all(0 <= beta < 1 for beta in betas):
@@ -168,8 +184,15 @@ class SODA(Inverter):
                 self._restart(slot)
         logits = [self.Z[slot.index] for slot in slots]
         tau = logits[0].new_full((len(slots), self.prompt_length), self.tau)
-        embeds = soft_embedding(logits, tau, self.vocabulary.matrix)  # (B, 1, N, d)
-        losses, _ = target_pass(self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos)
+        embeds = soft_embedding(logits, tau, self.prompt_matrix)  # (B, 1, N, d)
+        losses, _ = target_pass(
+            self.lm,
+            slots,
+            embeds,
+            self.loss,
+            prompt_bos=self.prompt_bos,
+            fluency=self.fluency_term,
+        )
         return StepLosses(losses[:, 0], self._check(slots))
 
     @torch.no_grad()

@@ -1,0 +1,196 @@
+r"""Discrete refinement: the rest of a budget is spent on single swaps of the prompt found so far.
+
+.. math::
+    g_{i,v} = - \langle e_v - e_{x_i}, \nabla_{e_{x_i}} d(f(x), y) \rangle, \quad
+    C \subset \{ (i, v) : v \in top_K( g_i ) \}, \quad
+    x \leftarrow \arg\min_{x' \in C \cup \{x\}} d(f(x'), y)
+
+A relaxed prompt that works seldom stays whole when it is made discrete: the loss of its argmax is
+far above its own. So any method may hand over its best discrete prompt x at a share of the budget.
+From there each step tries a few swaps of a position i to a token v, drawn from the K that the
+gradient at x promises most of at each position, :math:`g`. The one that lowers the loss most is
+taken. As long as none does, x and so its gradient stay the same: it is not computed again, and no
+swap is tried twice. When all are used up, a few random tokens are changed and the search goes on
+from there; the best prompt is kept in any case.
+
+Axes: B slots, N prompt tokens, M target tokens, V tokens a prompt may hold, K swaps per position,
+C candidates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.candidates import score_candidates
+from dlmi.errors import InputError, check_at_least_one
+from dlmi.fluency import Fluency
+from dlmi.passes import StepLosses, target_pass
+from dlmi.round_trip import mend_prompts, round_trips
+from dlmi.slots import Slot
+from dlmi.vocabulary import Vocabulary
+
+_SWAPS_PER_POSITION = 64
+_TRIED = -1
+_KICKED_SHARE = 0.2  # of the positions, when no promising swap is left
+
+
+def check_refinement(refine_after: float, refine_width: int) -> None:
+    """Raise `InputError` for a share that is none, or a search of no candidates."""
+    if not 0 <= refine_after <= 1:
+        raise InputError(
+            "Expected `model.refine_after` to be a share of the budget, 0 to 1 (1: never), but "
+            f"got {refine_after}."
+        )
+    check_at_least_one("model", refine_width=refine_width)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """The search that follows a relaxation.
+
+    Attributes:
+        vocabulary: The LM, and what its prompts may hold.
+        width: Candidates per step, C.
+        prompt_bos: Put BoS before each prompt.
+        fluency: The penalty on unlikely prompts, where there is one.
+    """
+
+    vocabulary: Vocabulary
+    width: int
+    prompt_bos: bool = False
+    fluency: Fluency | None = None
+
+    def step(self, slots: Sequence[Slot]) -> StepLosses:
+        """One search step of each slot; the losses are of the prompts after it, without a graph."""
+        for slot in slots:
+            if _key("columns") not in slot.memory:
+                self._begin(slot)
+        self._propose([slot for slot in slots if _key("swaps") not in slot.memory])
+        for slot in slots:
+            self._search(slot)
+        width = max(len(slot.target.ids) for slot in slots)
+        output_ids = torch.full((len(slots), width), -1, device=self.vocabulary.lm.device)
+        for row, slot in enumerate(slots):
+            output_ids[row, : len(slot.target.ids)] = slot.memory[_key("output_ids")]
+        losses = [slot.memory[_key("loss")] for slot in slots]
+        return StepLosses(torch.tensor(losses, device=output_ids.device), output_ids)
+
+    def prompt_ids(self, slot: Slot) -> Tensor | None:
+        """The best prompt of the search, (N,); None before it has begun."""
+        columns = slot.memory.get(_key("best_columns"))
+        return None if columns is None else self.vocabulary.ids(columns)
+
+    @torch.no_grad()
+    def _begin(self, slot: Slot) -> None:
+        """From the most likely of the prompts that were decoded: the best one or the latest."""
+        assert slot.best is not None
+        assert slot.last is not None
+        start = min(slot.best, slot.last, key=lambda evaluation: evaluation.discrete_loss)
+        ids = torch.tensor(start.prompt_ids, device=self.vocabulary.lm.device)
+        columns = self.vocabulary.columns(ids)
+        losses, output_ids = self._score(slot, columns, columns[None])
+        self._move(slot, columns, float(losses[0]), output_ids[0])
+
+    def _propose(self, slots: Sequence[Slot]) -> None:
+        """The swaps that the gradient at each slot's prompt promises most of."""
+        if not slots:
+            return
+        matrix = self.vocabulary.matrix if self.fluency is None else self.fluency.matrix
+        columns = torch.stack([slot.memory[_key("columns")] for slot in slots])  # (B, N)
+        embeds = matrix[columns][:, None].clone().requires_grad_()  # (B, 1, N, d)
+        with torch.enable_grad():
+            losses, _ = target_pass(
+                self.vocabulary.lm,
+                slots,
+                embeds,
+                "cross_entropy",
+                prompt_bos=self.prompt_bos,
+                fluency=self.fluency,
+            )
+            [gradients] = torch.autograd.grad(losses.sum(), embeds)
+        for slot, mine, gradient in zip(slots, columns, gradients[:, 0], strict=True):
+            promises = -(gradient @ matrix.to(gradient.dtype).T)  # (N, V)
+            promises -= promises.gather(1, mine[:, None])
+            self.vocabulary.bar_(promises, slot.target)
+            promises.scatter_(1, mine[:, None], -torch.inf)  # no swap at all
+            count = min(_SWAPS_PER_POSITION, promises.shape[1])
+            gains, swaps = promises.topk(count, dim=-1)  # (N, K)
+            swaps[gains.isneginf()] = _TRIED
+            slot.memory[_key("swaps")] = swaps
+
+    @torch.no_grad()
+    def _search(self, slot: Slot) -> None:
+        columns = slot.memory[_key("columns")]
+        if bool((slot.memory[_key("swaps")] == _TRIED).all()):
+            return self._kick(slot, columns)
+        candidates = self._candidates(slot, columns)
+        if len(candidates) == 0:
+            return None
+        losses, output_ids = self._score(slot, columns, candidates)
+        target_ids = torch.tensor(slot.target.ids, device=output_ids.device)
+        solves = (output_ids == target_ids).all(-1)
+        # One that says the target is what is looked for, however likely it is.
+        best = int(solves.int().argmax() if solves.any() else losses.argmin())
+        slot.is_promising = bool(solves[best])
+        if slot.is_promising or losses[best] < slot.memory[_key("loss")]:
+            self._move(slot, candidates[best], float(losses[best]), output_ids[best])
+        return None
+
+    def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
+        """Swaps that were not tried yet, drawn at random, (C, N)."""
+        swaps = slot.memory[_key("swaps")].view(-1)
+        untried = (swaps != _TRIED).nonzero()[:, 0]
+        order = torch.rand(len(untried), generator=slot.generator, device=untried.device)
+        picks = untried[order.argsort()[: self.width]]
+        positions = picks // (len(swaps) // len(columns))
+        candidates = columns.repeat(len(picks), 1)
+        candidates[torch.arange(len(picks)), positions] = swaps[picks]
+        swaps[picks] = _TRIED
+        if not self.vocabulary.must_round_trip:
+            return candidates
+        rows = self.vocabulary.ids(candidates).tolist()
+        keep = [round_trips(self.vocabulary.lm, row, slot.target) for row in rows]
+        return candidates[torch.tensor(keep, dtype=torch.bool, device=candidates.device)]
+
+    def _kick(self, slot: Slot, columns: Tensor) -> None:
+        """No promising swap is left: change a few tokens at random and go on from there."""
+        allowed = self.vocabulary.allowed_columns(slot.target)
+        count = max(1, round(_KICKED_SHARE * len(columns)))
+        device = slot.generator.device
+        order = torch.rand(len(columns), generator=slot.generator, device=device).argsort()
+        picks = torch.randint(len(allowed), (count,), generator=slot.generator, device=device)
+        kicked = columns.clone()
+        kicked[order[:count]] = allowed[picks]
+        if self.vocabulary.must_round_trip:
+            kicked_ids = self.vocabulary.ids(kicked)[None]
+            [mended_ids] = mend_prompts(self.vocabulary, slot, kicked_ids, lambda: None)
+            kicked = self.vocabulary.columns(mended_ids)
+        losses, output_ids = self._score(slot, columns, kicked[None])
+        self._move(slot, kicked, float(losses[0]), output_ids[0])
+
+    def _score(self, slot: Slot, columns: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        losses, output_ids, tokens_read = score_candidates(
+            self.vocabulary.lm,
+            self.vocabulary.ids(columns),
+            self.vocabulary.ids(candidates),
+            slot.target,
+            prompt_bos=self.prompt_bos,
+            fluency=self.fluency,
+        )
+        slot.forward_tokens += tokens_read
+        return losses, output_ids
+
+    def _move(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
+        memory = slot.memory
+        memory.pop(_key("swaps"), None)  # those of the prompt before
+        memory[_key("columns")], memory[_key("loss")] = columns, loss
+        memory[_key("output_ids")] = output_ids
+        if slot.is_promising or loss <= memory.get(_key("best_loss"), loss):
+            memory[_key("best_columns")], memory[_key("best_loss")] = columns, loss
+
+
+def _key(name: str) -> str:
+    """Where the search keeps its own in a slot's memory."""
+    return f"refined_{name}"

@@ -1,0 +1,285 @@
+"""The penalty on unlikely prompts, against the LM's own distributions written out in full."""
+
+import math
+
+import pytest
+import torch
+from conftest import KINDS, SMALL, make_tokenizer
+from test_passes import open_slots, random_ids
+from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM
+
+from dlmi import InputError, fluency, load_lm
+from dlmi.candidates import score_candidates
+from dlmi.cli import main
+from dlmi.fluency import Fluency
+from dlmi.lm import FrozenLM
+from dlmi.memory import RowsPerPass
+from dlmi.methods import DLMI, GBDA, GCG, REINFORCE, SODA
+from dlmi.passes import target_pass
+from dlmi.results import read_rows
+from dlmi.targets import Target
+from dlmi.vocabulary import Vocabulary
+
+# Norms of the tiny models are float32 inside, so another order of sums rounds differently.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_lm(kind, model_folder):
+    """A tiny LM; `phi` has a bias in its head."""
+    if kind != "phi":
+        return load_lm(str(model_folder(kind)), dtype="float64")
+    torch.manual_seed(0)
+    config = PhiConfig(**SIZES, intermediate_size=32, bos_token_id=2, eos_token_id=1)
+    model = PhiForCausalLM(config).double()
+    torch.nn.init.normal_(model.lm_head.bias)
+    return FrozenLM(model, make_tokenizer())
+
+
+def written_out(lm, vocabulary, rows, prompt_bos=False):
+    """Mean over i = 2..N of -sum_v pi_i(v) log q(v | ...), from rows (R, N, V)."""
+    embeds = rows @ vocabulary.matrix
+    if prompt_bos:
+        bos = lm.embed(torch.tensor([[lm.bos_id]])).expand(len(rows), -1, -1)
+        embeds = torch.cat([bos, embeds], dim=1)
+    log_probs = lm.last_logits(embeds, keep=rows.shape[1])[:, :-1].log_softmax(-1)
+    return -(rows[:, 1:] * log_probs[..., vocabulary.token_ids]).sum(-1).mean(-1)
+
+
+def file_of_tokens(tmp_path):
+    path = tmp_path / "tokens.txt"
+    path.write_text("".join(f"w{i}\n" for i in range(3, 20, 2)))
+    return str(path)
+
+
+@pytest.mark.parametrize("teacher_forcing", [True, False])
+@pytest.mark.parametrize("prompt_bos", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, "phi"])
+def test_penalty_is_the_cross_entropy_of_the_rows(
+    kind, model_folder, tmp_path, prompt_bos, teacher_forcing
+):
+    """Value and gradient, for tied heads and others, with fewer tokens than the LM has."""
+    lm = make_lm(kind, model_folder)
+    for tokens in ("all", file_of_tokens(tmp_path)):
+        vocabulary = Vocabulary(lm, [tokens])
+        term = Fluency(vocabulary, 0.3)
+        torch.manual_seed(1)
+        logits = torch.randn(2, 3, 5, len(vocabulary), dtype=torch.float64, requires_grad=True)
+        rows = (2 * logits).softmax(-1)
+        slots = open_slots([4, 2])
+        options = {"teacher_forcing": teacher_forcing, "prompt_bos": prompt_bos}
+        losses, output_ids = target_pass(
+            lm, slots, rows @ term.matrix, "cross_entropy", **options, fluency=term
+        )
+        plain, plain_ids = target_pass(
+            lm, slots, rows @ vocabulary.matrix, "cross_entropy", **options
+        )
+        wanted = plain.flatten() + 0.3 * written_out(lm, vocabulary, rows.flatten(0, 1), prompt_bos)
+        torch.testing.assert_close(losses.flatten(), wanted, **CLOSE)
+        assert torch.equal(output_ids, plain_ids)
+        weights = torch.rand(6, dtype=torch.float64)
+        [gradient] = torch.autograd.grad(
+            (losses.flatten() * weights).sum(), logits, retain_graph=True
+        )
+        [expected] = torch.autograd.grad((wanted * weights).sum(), logits)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+        assert slots[0].forward_tokens == slots[0].backward_tokens == 2 * 3 * 8  # two passes
+
+
+def test_penalty_of_a_discrete_prompt_is_the_logarithm_of_its_perplexity(tiny):
+    ids = random_ids(tiny, 1, 4, 6)
+    term = Fluency(Vocabulary(tiny), 2.0)
+    slots = open_slots([3])
+    penalised, _ = target_pass(tiny, slots, term.rows(ids), "margin", fluency=term)
+    plain, _ = target_pass(tiny, slots, tiny.embed(ids), "margin")
+    expected = [2 * math.log(tiny.perplexity(row)) for row in ids[0].tolist()]
+    assert (penalised - plain)[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_cuts_change_nothing(tiny, monkeypatch):
+    """A few positions at a time, a row at a time."""
+    vocabulary = Vocabulary(tiny)
+    term = Fluency(vocabulary, 1.0)
+    rows = torch.rand(2, 2, 5, len(vocabulary), dtype=torch.float64, requires_grad=True)
+
+    def result():
+        losses, _ = target_pass(
+            tiny, open_slots([3, 3]), rows @ term.matrix, "margin", fluency=term
+        )
+        return losses, torch.autograd.grad(losses.sum(), rows)[0]
+
+    whole = result()
+    monkeypatch.setattr(fluency, "_HELD_ENTRIES", 3 * 32)
+    monkeypatch.setattr(tiny, "rows_per_pass", RowsPerPass(1))
+    for got, expected in zip(result(), whole, strict=True):
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_gradient_is_that_of_finite_differences(tiny):
+    """In a random direction of Z, through the softmax, at both ends of the penalty."""
+    vocabulary = Vocabulary(tiny)
+    term = Fluency(vocabulary, 1.0)
+    torch.manual_seed(0)
+    logits = torch.randn(5, len(vocabulary), dtype=torch.float64)
+    direction = torch.randn_like(logits)
+
+    def loss(z):
+        embeds = (z.softmax(-1) @ term.matrix)[None, None]
+        return target_pass(tiny, open_slots([3]), embeds, "cross_entropy", fluency=term)[0].sum()
+
+    step = 1e-2
+    by_difference = float(loss(logits + step * direction) - loss(logits - step * direction))
+    [gradient] = torch.autograd.grad(loss(logits.requires_grad_()), logits)
+    assert float((gradient * direction).sum()) == pytest.approx(
+        by_difference / (2 * step), rel=3e-3
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt_bos", [False, True])
+def test_candidates_share_what_they_share(kind, model_folder, prompt_bos):
+    lm = load_lm(str(model_folder(kind)), dtype="float64")
+    term = Fluency(Vocabulary(lm), 0.7)
+    prompt_ids = random_ids(lm, 6)
+    candidates = prompt_ids.repeat(8, 1)
+    for row, position in enumerate((0, 0, 1, 2, 4, 5, 5)):  # the last is the prompt itself
+        candidates[row, position] = random_ids(lm, 1, seed=row + 9)
+    target = Target("t", (3, 4, 5), "")
+    scored = [
+        score_candidates(lm, prompt_ids, candidates, target, "cross_entropy", prompt_bos, weight)
+        for weight in (term, None)
+    ]
+    before = torch.full((8, 1), lm.bos_id) if prompt_bos else candidates[:, :0]
+    log_probs = lm.token_log_probs(torch.cat([before, candidates], dim=1))[:, -5:]
+    expected = -0.7 * log_probs.mean(-1)
+    torch.testing.assert_close(scored[0][0] - scored[1][0], expected, **CLOSE)
+    assert torch.equal(scored[0][1], scored[1][1])
+    assert scored[0][2] == scored[1][2]  # no token more is read
+
+
+# ---- methods
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (DLMI, {"num_samples": 2, "tau0": 0.7}),
+        (DLMI, {"num_samples": 2, "tau0": 0.7, "estimator": "straight_through"}),
+        (DLMI, {"num_samples": 2, "teacher_forcing": False, "next_token": "gumbel_softmax"}),
+        (GBDA, {"num_samples": 2, "tau": 0.7}),
+        (SODA, {}),
+        (REINFORCE, {"num_samples": 2}),
+        (GCG, {"search_width": 4, "topk": 4, "init": "random"}),
+    ],
+)
+def test_each_method_adds_the_penalty_of_its_own_rows(method, options, data, fit, monkeypatch):
+    """The first loss with and without it, from what the method sends through the LM."""
+    seen = []
+
+    def spy(lm, slots, embeds, *rest, **named):
+        if torch.is_grad_enabled() or method is REINFORCE:  # SODA's check is none of it
+            seen.append(embeds.detach()[0])  # (S, N, d)
+        return target_pass(lm, slots, embeds, *rest, **named)
+
+    monkeypatch.setattr(f"dlmi.methods.{method.__name__.lower()}.target_pass", spy)
+    losses = []
+    for weight in (0.0, 0.5):
+        module = method(**{**SMALL, "steps": 1, "fluency": weight, **options})
+        targets = data(texts=["w1 w2 w3"])
+        [row] = fit(module, targets).values()
+        losses.append(row.trace[1].loss)
+    first, second = seen
+    assert torch.equal(first, second)  # tied weights: the same rows
+    states = targets.lm.model.base_model(inputs_embeds=first, use_cache=False).last_hidden_state
+    log_totals = targets.lm.last_logits(first, keep=5).logsumexp(-1)
+    costs = log_totals[:, :-1] - (first[:, 1:] * states[:, :-1]).sum(-1)
+    assert losses[1] - losses[0] == pytest.approx(0.5 * float(costs.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (DLMI, {"num_samples": 4, "tau0": 0.7}),
+        (DLMI, {"num_samples": 4, "tau0": 1.0, "estimator": "straight_through"}),
+        (GBDA, {"num_samples": 4, "lr": 0.3}),
+        (SODA, {}),
+        (REINFORCE, {"num_samples": 16, "lr": 0.3}),
+        (GCG, {"search_width": 16, "topk": 8}),
+    ],
+)
+def test_a_heavy_penalty_makes_prompts_likely(method, options, data, fit):
+    """All else being equal, the last prompts of eight targets are much likelier."""
+
+    def last_costs(weight):
+        settings = {**SMALL, "steps": 60, "eval_every": 60, **options}
+        rows = fit(method(**settings, fluency=weight), data(k=(3,), per_k=8, batch_size=8))
+        return sum(math.log(row.prompt_perplexity) for row in rows.values()) / len(rows)
+
+    assert last_costs(10.0) < last_costs(0.0) - 0.5
+
+
+def test_without_a_weight_there_is_nothing(data, fit):
+    module = DLMI(**SMALL, num_samples=1)
+    fit(module, data())
+    assert module.fluency_term is None
+    assert module.prompt_matrix is module.vocabulary.matrix
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_untied"])
+def test_bfloat16_is_close_to_float64(kind, model_folder):
+    vectors = torch.randn(1, 2, 5, 31, dtype=torch.float64)
+    penalties = []
+    for dtype in ("float64", "bfloat16"):
+        lm = load_lm(str(model_folder(kind)), dtype=dtype)
+        compute = torch.float64 if dtype == "float64" else torch.float32
+        logits = vectors.to(compute).requires_grad_()
+        term = Fluency(Vocabulary(lm), 1.0)
+        rows = logits.softmax(-1) @ term.matrix.to(compute)
+        losses, _ = target_pass(lm, open_slots([3]), rows, "cross_entropy", fluency=term)
+        [gradient] = torch.autograd.grad(losses.sum(), logits)
+        penalties.append((losses.detach().double(), gradient.double()))
+    (exact, exact_gradient), (rough, rough_gradient) = penalties
+    torch.testing.assert_close(rough, exact, rtol=0.1, atol=0.1)
+    cosine = torch.cosine_similarity(exact_gradient.flatten(), rough_gradient.flatten(), dim=0)
+    assert cosine > 0.97
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_weight_must_be_a_number_from_0_on(weight):
+    with pytest.raises(InputError, match=r"Expected `model\.fluency` to be at least 0"):
+        DLMI(fluency=weight)
+
+
+def test_one_token_has_none_before_it():
+    with pytest.raises(InputError, match=r"`model\.prompt_length` to be at least 2"):
+        SODA(prompt_length=1, fluency=0.1)
+    SODA(prompt_length=1)
+
+
+def test_an_lm_with_another_head_is_refused_by_name():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **SIZES,
+        intermediate_size=32,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=0.1,
+    )
+    lm = FrozenLM(Gemma2ForCausalLM(config), make_tokenizer(), name="capped")
+    with pytest.raises(InputError, match=r"`model\.fluency` to be 0 with capped \(Gemma2"):
+        Fluency(Vocabulary(lm), 0.1)
+
+
+def test_the_command_line_takes_a_weight(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = f"--data.lm={model_folder()} --data.dtype=float64 --data.k=[1] --data.per_k=1"
+    model = "--model SODA --model.prompt_length 4 --model.steps 2 --model.fluency 0.2"
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *model.split(), *data.split(), "--data.target_length=3"])
+    assert end.value.code == 0
+    [row] = read_rows(tmp_path / "lightning_logs" / "version_0")
+    assert row.settings["fluency"] == 0.2
+    assert row.prompt_perplexity > 1

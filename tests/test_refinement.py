@@ -1,0 +1,229 @@
+"""The search that follows a relaxation, against exhaustion on the tiny LM."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import SMALL
+from test_contracts import LossCurve, assert_same
+
+from dlmi import InputError
+from dlmi.candidates import score_candidates
+from dlmi.evaluation import evaluate_prompts
+from dlmi.methods import ADC, DLMI, GBDA, PEZ, REINFORCE, SODA
+from dlmi.refinement import Refinement
+from dlmi.round_trip import round_trips
+from dlmi.slots import Slot
+from dlmi.targets import Target
+from dlmi.vocabulary import Vocabulary
+
+TARGET = Target(id="t", ids=(5, 9, 11), text="", k=None)
+
+
+@pytest.fixture
+def vocabulary(tiny):
+    return Vocabulary(tiny)
+
+
+def opened(lm, prompt_ids, target=TARGET):
+    """A slot whose prompt has been decoded once."""
+    slot = Slot.open(0, target, seed=1, device=torch.device("cpu"))
+    [evaluation] = evaluate_prompts(lm, torch.tensor([prompt_ids]), [target], [0])
+    slot.record(evaluation)
+    return slot
+
+
+def loss_of(lm, prompt_ids, target=TARGET):
+    ids = torch.as_tensor(prompt_ids)
+    return float(score_candidates(lm, ids, ids[None], target)[0][0])
+
+
+def test_it_ends_where_no_single_swap_helps(tiny, vocabulary):
+    """Until all swaps are used up; then exhaustion finds no better neighbour either."""
+    search = Refinement(vocabulary, width=7)
+    slot = opened(tiny, [4, 5, 6])
+    for _ in range(200):
+        search.step([slot])
+        swaps = slot.memory.get("refined_swaps")  # gone when one was taken
+        if swaps is not None and (swaps == -1).all():
+            break
+    found = search.prompt_ids(slot).tolist()
+    neighbours = [
+        [*found[:i], v, *found[i + 1 :]]
+        for i, v in itertools.product(range(3), vocabulary.token_ids.tolist())
+    ]
+    ids = torch.tensor(neighbours)
+    losses, _, _ = score_candidates(tiny, torch.tensor(found), ids, TARGET)
+    assert loss_of(tiny, found) == pytest.approx(float(losses.min()))
+    assert loss_of(tiny, found) < loss_of(tiny, [4, 5, 6])
+
+
+def test_the_best_prompt_never_gets_worse_and_a_kick_does_not_lose_it(tiny, vocabulary):
+    search = Refinement(vocabulary, width=64)
+    slot = opened(tiny, [4, 5, 6])
+    best, current = [], []
+    for _ in range(60):
+        step = search.step([slot])
+        best.append(loss_of(tiny, search.prompt_ids(slot)))
+        current.append(float(step.losses[0]))
+    assert best == sorted(best, reverse=True)
+    assert any(later > earlier for earlier, later in itertools.pairwise(current))  # a kick
+    assert best[-1] == pytest.approx(min(current))
+
+
+def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeypatch):
+    seen = []
+
+    def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
+        seen.extend((tuple(prompt_ids.tolist()), tuple(row)) for row in candidate_ids.tolist())
+        return score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
+
+    monkeypatch.setattr("dlmi.refinement.score_candidates", watched)
+    search = Refinement(vocabulary, width=5)
+    slot = opened(tiny, [4, 5, 6])
+    for _ in range(12):
+        search.step([slot])
+    swaps = [(prompt, candidate) for prompt, candidate in seen if prompt != candidate]
+    assert len(swaps) == 60
+    assert len(set(swaps)) == len(swaps)
+    assert all(sum(a != b for a, b in zip(*pair, strict=True)) == 1 for pair in swaps)
+
+
+def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, monkeypatch):
+    """Against the derivative of the loss along every swap."""
+    monkeypatch.setattr("dlmi.refinement._SWAPS_PER_POSITION", 5)
+    search = Refinement(vocabulary, width=1)
+    slot = opened(tiny, [4, 5, 6])
+    search._begin(slot)
+    search._propose([slot])
+    embeds = tiny.embed(torch.tensor([[4, 5, 6]]))
+    target_ids = torch.tensor([TARGET.ids])
+
+    def slope(position, column):
+        share = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        direction = torch.zeros_like(embeds)
+        direction[0, position] = vocabulary.matrix[column] - embeds[0, position]
+        logits = tiny.target_logits(embeds + share * direction, target_ids)[0]
+        loss = torch.nn.functional.cross_entropy(logits, target_ids[0])
+        return float(torch.autograd.grad(loss, share)[0])
+
+    here = vocabulary.columns(torch.tensor([4, 5, 6])).tolist()
+    for position in range(3):
+        others = [column for column in range(len(vocabulary)) if column != here[position]]
+        steepest = sorted(others, key=lambda column, p=position: slope(p, column))[:5]
+        assert slot.memory["refined_swaps"][position].tolist() == steepest
+
+
+def test_slots_do_not_meet(tiny, vocabulary):
+    search = Refinement(vocabulary, width=6)
+    other = Target(id="u", ids=(7, 8), text="", k=None)
+    together = [opened(tiny, [4, 5, 6]), opened(tiny, [9, 9, 9], other)]
+    alone = [opened(tiny, [4, 5, 6]), opened(tiny, [9, 9, 9], other)]
+    for _ in range(8):
+        search.step(together)
+        for slot in alone:
+            search.step([slot])
+    for mine, same in zip(together, alone, strict=True):
+        assert search.prompt_ids(mine).tolist() == search.prompt_ids(same).tolist()
+        assert mine.token_passes == same.token_passes
+
+
+@pytest.mark.parametrize("method", [ADC, DLMI, GBDA, PEZ, REINFORCE, SODA])
+def test_every_relaxation_hands_over_at_the_share_and_gains_by_it(method, data, fit):
+    """Same steps; the second half refines. Its discrete loss is the lower one by far."""
+    options = {**SMALL, "steps": 40, "norm_gradient_scale": 0.85, "refine_width": 16}
+    if method is REINFORCE:
+        del options["norm_gradient_scale"]
+    targets = {"k": (3,), "per_k": 4}
+    plain_options = {**options, "refine_after": 1.0}
+    plain = fit(method(**plain_options), data(**targets))
+    refined = fit(method(**{**options, "refine_after": 0.5}), data(**targets))
+    unsolved = [i for i, row in refined.items() if row.stop_reason != "solved"]
+
+    def total(rows):
+        return sum(rows[i].discrete_loss for i in unsolved)
+
+    assert all(row.exact for i, row in refined.items() if i not in unsolved)
+    assert total(refined) <= total(plain)
+    assert sum(row.exact for row in refined.values()) >= sum(row.exact for row in plain.values())
+
+
+def test_z_rests_while_the_prompt_is_refined(data, fit):
+    class Watch(LossCurve):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.losses.append(pl_module.Z[0].detach().clone())
+
+    curve = Watch()
+    model = DLMI(**{**SMALL, "steps": 20}, num_samples=2, refine_after=0.5)
+    fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve])
+    states = curve.losses
+    assert len(states) == 20
+    assert not torch.equal(states[8], states[9])
+    assert all(torch.equal(states[9], later) for later in states[10:])
+
+
+def test_refined_prompts_keep_to_the_tokens_that_they_may_hold(data, fit):
+    options = {"allowed_tokens": "round_trip", "forbid_target_tokens": "ids", "refine_after": 0.2}
+    targets = data(per_k=3)
+    rows = fit(ADC(**SMALL, restarts=1, **options), targets)
+    for row in rows.values():
+        assert row.overlap_ratio == 0
+        assert round_trips(targets.lm, row.prompt_ids)
+
+
+def test_the_share_counts_token_passes_too(data, fit):
+    """With a token budget the refinement begins by cost, however many steps that is."""
+    options = {**SMALL, "steps": 10**6, "token_budget": 3000, "refine_after": 0.5}
+    [row] = fit(SODA(**options), data(batch_size=1, per_k=1, k=(13,))).values()
+    # SODA sends every second row back, the refinement hardly any.
+    assert 0.1 < row.backward_tokens / row.forward_tokens < 0.3
+    assert row.forward_tokens + row.backward_tokens < 3000 + 300
+
+
+def test_several_slots_give_the_rows_of_one(data, fit):
+    options = {**SMALL, "restarts": 1, "refine_after": 0.4, "token_budget": 900}
+    expected = fit(ADC(**options), data(batch_size=1))
+    assert_same(fit(ADC(**options), data(batch_size=4)), expected)
+
+
+# ---- rounds
+
+
+def test_a_round_starts_anew_and_the_best_of_all_is_kept(data, fit):
+    class Watch(LossCurve):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            slot = pl_module.slots[0]
+            self.losses.append((slot.round, pl_module.Z[0].detach().clone(), dict(slot.memory)))
+
+    curve = Watch()
+    model = SODA(**{**SMALL, "steps": 12}, rounds=3, refine_after=0.5)
+    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve]).values()
+    rounds, states, memories = zip(*curve.losses, strict=True)
+    assert rounds == (0,) * 4 + (1,) * 4 + (2,) * 4
+    torch.testing.assert_close(states[4], states[0])  # zeros, and one step from there
+    assert not torch.equal(states[1], states[0])
+    refines = ["refined_columns" in memory for memory in memories]
+    assert refines == [False, False, True, True] * 3
+    assert row.discrete_loss <= min(p.discrete_loss for p in row.trace if p.lcs == row.lcs)
+    assert row.lcs == max(point.lcs for point in row.trace)
+
+
+def test_what_a_round_found_is_measured_before_the_next(data, fit):
+    """Though no evaluation is due then."""
+    model = SODA(**{**SMALL, "steps": 10, "eval_every": 100}, rounds=2)
+    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,))).values()
+    assert [point.step for point in row.trace] == [0, 5, 10]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"refine_after": -0.1}, "`model.refine_after` to be a share"),
+        ({"refine_after": 1.5}, "`model.refine_after` to be a share"),
+        ({"refine_width": 0}, "`model.refine_width`"),
+        ({"rounds": 0}, "`model.rounds`"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        SODA(**settings)
