@@ -55,7 +55,12 @@ def _check_lengths(data: TargetDataModule, module: "Inverter") -> None:
     """Slots must hold the prompt, and the LM's positions the whole."""
     prompt_length = module.prompt_length + module.prompt_bos
     for target in data.targets:
-        for example in target.readings:
+        if target.shared is not None and module.refine_after < 1:
+            raise InputError(
+                "Expected `model.refine_after` to be 1 with `data.shared: true`, but got "
+                f"{module.refine_after}: its swaps are compared on one target. Leave it out."
+            )
+        for example in target.all_readings:
             example.frame.sizes(module.prompt_length)
             if module.prompt_bos and example.frame.fixed_ids[:1] == (data.lm.bos_id,):
                 raise InputError(
@@ -70,7 +75,7 @@ def _check_lengths(data: TargetDataModule, module: "Inverter") -> None:
     longest = max(data.targets, key=lambda target: target.longest_row(0))
     limit, rest = data.lm.max_positions, longest.longest_row(0)
     if limit is not None and prompt_length + rest > limit:
-        has_frame = any(example.frame.fixed_ids for example in longest.readings)
+        has_frame = any(example.frame.fixed_ids for example in longest.all_readings)
         what = "template + target length" if has_frame else "target length"
         raise InputError(
             f"Expected `model.prompt_length` + {what} to be at most {limit} (the positions "

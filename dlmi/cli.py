@@ -20,6 +20,7 @@ from dlmi.full_disk import watch_threads
 from dlmi.gradients.command import gradients_command
 from dlmi.invert_text.command import invert_command
 from dlmi.memory import keep_freed_memory
+from dlmi.prompt_engineering.command import score_command
 from dlmi.report.command import report_command
 from dlmi.version import __version__
 
@@ -34,6 +35,7 @@ commands:
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
   compare   run a grid of methods:       python -m dlmi compare --config configs/compare/small.yaml
+  score     right answers of prompts:    python -m dlmi score --prompt " Think first."
   report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
   gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
@@ -88,6 +90,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "targets": targets_command,
     "verify": verify_command,
     "compare": compare_command,
+    "score": score_command,
     "report": report_command,
     "bench": bench_command,
     "gradients": gradients_command,

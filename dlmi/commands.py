@@ -154,6 +154,15 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
         full_ids = row.frame.full_ids(row.prompt_ids)
         recorded_and_now["full_ids"] = row.full_ids, full_ids
         recorded_and_now["full_text"] = row.full_text, lm.decode(full_ids)
+    for kind, examples in (("examples", row.examples), ("held_out", row.held_out)):
+        for example in examples:
+            recorded = example.full_text, example.output_ids, example.exact
+            said_ids, _ = read_alone(
+                lm, row.prompt_ids, target.with_examples([example.example]), prompt_bos
+            )
+            full_text = lm.decode(example.frame.full_ids(row.prompt_ids))
+            now = full_text, said_ids, said_ids == example.ids
+            recorded_and_now[f"{kind} {example.id}"] = recorded, now
     problems = [
         f"{name} is recorded as {recorded!r} but is {value!r}"
         for name, (recorded, value) in recorded_and_now.items()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlmi.compiled import CompileSetting
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.framed_targets import frame_target, share_head
+from dlmi.framed_targets import frame_target, share_head, share_prompt
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, load_lm
@@ -57,6 +57,12 @@ class TargetDataModule(LightningDataModule):
             target's line in a JSONL `targets_file`.
         chat: Make the template (by default the prompt alone) the user's message of a chat, as the
             tokenizer's own chat template writes it.
+        shared: Learn one prompt for all lines of `targets_file`, which then are examples of one
+            task, instead of one prompt for each.
+        examples_per_step: Of a shared prompt, the examples that each step reads.
+        eval_examples: Of a shared prompt, the examples (the first ones) that each evaluation
+            decodes; null for all.
+        held_out_file: Of a shared prompt, further lines that only the final prompt is tried on.
     """
 
     def __init__(
@@ -81,6 +87,10 @@ class TargetDataModule(LightningDataModule):
         texts: list[str] | None = None,
         template: str | None = None,
         chat: bool = False,
+        shared: bool = False,
+        examples_per_step: int = 4,
+        eval_examples: int | None = 16,
+        held_out_file: str | None = None,
     ) -> None:
         super().__init__()
         check_at_least_one("data", batch_size=batch_size, per_k=per_k, target_length=target_length)
@@ -98,6 +108,23 @@ class TargetDataModule(LightningDataModule):
                 f"Expected `data.targets_file` with the fields of `data.template` "
                 f"({', '.join(self.template.fields)}), but there is none."
             )
+        check_at_least_one("data", examples_per_step=examples_per_step)
+        if eval_examples is not None:
+            check_at_least_one("data", eval_examples=eval_examples)
+        if shared and targets_file is None:
+            raise InputError(
+                "Expected `data.targets_file` with the examples of `data.shared: true`, but there "
+                "is none."
+            )
+        if held_out_file is not None and not shared:
+            raise InputError(
+                "Expected `data.shared: true` with `data.held_out_file`, but it is false: a prompt "
+                "of one target has nothing to be held out."
+            )
+        self.shared = shared
+        self.examples_per_step = examples_per_step
+        self.eval_examples = eval_examples
+        self.held_out_file = held_out_file
         self.save_hyperparameters()
         self.lm_name = lm
         self.dtype: DType = dtype
@@ -160,6 +187,10 @@ class TargetDataModule(LightningDataModule):
         )
         if self.targets_file is not None:
             targets = read_targets(lm, Path(self.targets_file), self.template)
+            if self.shared:
+                held_out = self.held_out_file
+                tried = read_targets(lm, Path(held_out), self.template) if held_out else []
+                targets = [share_prompt(targets, self.examples_per_step, self.eval_examples, tried)]
         elif self.texts is not None:
             targets = texts_to_targets(lm, self.texts, self.template)
         else:

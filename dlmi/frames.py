@@ -127,3 +127,18 @@ class Example:
         """Tokens that the LM reads in one pass over a prompt and all of the target but its last."""
         fixed = sum(map(len, self.frame.pieces)) - self.frame.head
         return prompt_length + fixed + len(self.ids) - 1
+
+
+@dataclass(frozen=True)
+class SharedExamples:
+    """Examples that share one prompt.
+
+    Attributes:
+        pool: Those that steps learn from.
+        per_step: How many of them each step reads.
+        held_out: Those that only the final prompt is tried on.
+    """
+
+    pool: tuple[Example, ...]
+    per_step: int
+    held_out: tuple[Example, ...] = ()

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from dlmi.errors import InputError
+from dlmi.framed_targets import fingerprint_targets
 from dlmi.results import Inversion
-from dlmi.targets import fingerprint_targets
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter

@@ -20,6 +20,7 @@ from dlmi.checks import check_run
 from dlmi.compiled import CompileDecision
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.failures import mark_failures
+from dlmi.framed_targets import fingerprint_targets
 from dlmi.identity import check_checkpoint, check_row, run_identity, settings_of
 from dlmi.method import Method
 from dlmi.news import News
@@ -33,7 +34,6 @@ from dlmi.saved_slots import SavedSlots, pack_slots
 from dlmi.slots import Budget, Slot
 from dlmi.strategy import ranks_of
 from dlmi.target_queue import TargetQueue
-from dlmi.targets import fingerprint_targets
 from dlmi.token_sets import AllowedTokens, check_allowed_tokens
 from dlmi.vocabulary import ForbiddenTokens
 
@@ -327,5 +327,5 @@ def _note(slots: Sequence[Slot], step: StepLosses) -> None:
     values = (step.losses if step.values is None else step.values).detach()
     for row, slot in enumerate(slots):
         slot.loss = values[row]
-        slot.output_ids = step.output_ids[row, : len(slot.target.ids)]
+        slot.output_ids = step.output_ids[row, : len(slot.target_at().ids)]
         slot.step += 1

@@ -42,10 +42,11 @@ class Judge:
                 assert slot.last is not None
                 evaluation = replace(slot.last, step=slot.step)
             if slot.loss is not None and slot.output_ids is not None:
+                trained_on = slot.target_at(slot.step - 1)
                 evaluation = replace(
                     evaluation,
                     loss=float(slot.loss),
-                    as_in_code_lcs=mean_lcs(slot.target, slot.output_ids.tolist()),
+                    as_in_code_lcs=mean_lcs(trained_on, slot.output_ids.tolist()),
                 )
             slot.record(evaluation)
 

@@ -80,7 +80,7 @@ def target_pass(
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
     """
     num_slots, samples, prompt_length = prompt_embeds.shape[:3]
-    targets = [slot.target for slot in slots]
+    targets = [slot.target_at() for slot in slots]
     readings = [target.readings for target in targets for _ in range(samples)]
     examples = [example for of_prompt in readings for example in of_prompt]
     layout = lay_out(lm, examples, prompt_length, prompt_bos)

@@ -151,7 +151,7 @@ class Refinement:
         if not self.vocabulary.must_round_trip:
             return candidates
         rows = self.vocabulary.ids(candidates).tolist()
-        keep = [round_trips(self.vocabulary.lm, row) for row in rows]
+        keep = [round_trips(self.vocabulary.lm, row, slot.target) for row in rows]
         return candidates[torch.tensor(keep, dtype=torch.bool, device=candidates.device)]
 
     def _kick(self, slot: Slot, columns: Tensor) -> None:

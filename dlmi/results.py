@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmi.errors import InputError, RunStopped
-from dlmi.frames import NO_FRAME, Frame
+from dlmi.frames import NO_FRAME, Example, Frame
 from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
 from dlmi.prompt_forms import LCSMatrix
@@ -22,6 +22,38 @@ from dlmi.targets import Target
 from dlmi.version import __version__
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class ReadExample:
+    """How a shared prompt did on one example.
+
+    Attributes:
+        id: Of the example.
+        ids: What the LM was to say.
+        text: The same as text.
+        frame: Fixed tokens around the prompt.
+        full_text: The whole prompt: what one pastes.
+        output_ids: What the LM says to it, greedily.
+        output_text: The same as text.
+        lcs: Honest LCS ratio of that.
+        exact: Whether it is the target, token for token.
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    text: str
+    frame: Frame
+    full_text: str
+    output_ids: tuple[int, ...]
+    output_text: str
+    lcs: float
+    exact: bool
+
+    @property
+    def example(self) -> Example:
+        """What was read."""
+        return Example(self.id, self.ids, self.text, self.frame)
 
 
 @dataclass(frozen=True)
@@ -79,6 +111,9 @@ class Inversion:
         frame: In a template, the fixed tokens around the prompt and the template itself.
         full_ids: In a template, the whole prompt, fixed and learned.
         full_text: The same as text: what one pastes.
+        examples: Of a shared prompt, each example that was evaluated; `target_ids` and `output_ids`
+            are theirs, one after the other, `lcs` is their mean, and `exact` means all of them.
+        held_out: The same of examples that were not learned from.
     """
 
     target_id: str
@@ -126,13 +161,24 @@ class Inversion:
     frame: Frame | None = None
     full_ids: tuple[int, ...] = ()
     full_text: str = ""
+    examples: tuple[ReadExample, ...] = ()
+    held_out: tuple[ReadExample, ...] = ()
 
     @property
     def target(self) -> Target:
         """What was to be said, and where."""
-        return Target(
-            self.target_id, self.target_ids, self.target_text, frame=self.frame or NO_FRAME
-        )
+        frame = self.frame or NO_FRAME
+        target = Target(self.target_id, self.target_ids, self.target_text, frame=frame)
+        examples = [example.example for example in self.examples]
+        return target.with_examples(examples) if examples else target
+
+    @property
+    def whole_prompts(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """What is read: text of the target, ids and text of the whole prompt, of each example."""
+        if self.examples:
+            return [(e.text, e.frame.full_ids(self.prompt_ids), e.full_text) for e in self.examples]
+        full = self.full_ids or self.prompt_ids, self.full_text or self.prompt_text
+        return [(self.target_text, *full)]
 
     def to_json_line(self) -> str:
         """One line of `results.jsonl`; numbers that are not finite are null there."""

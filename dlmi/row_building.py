@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlmi.evaluation import pasted_lcs
+from dlmi.evaluation import pasted_lcs, read_alone
 from dlmi.frames import NO_FRAME
 from dlmi.lm import FrozenLM
-from dlmi.metrics import overlap_ratio, target_hit_ratio
+from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.prompt_forms import LCSMatrix, Relaxation, measure_forms
-from dlmi.results import Inversion
+from dlmi.results import Inversion, ReadExample
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
+from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 
 
@@ -51,11 +52,16 @@ def build_row(
     full_ids = () if frame is None else frame.full_ids(best.prompt_ids)
     matrix: LCSMatrix = {}
     rank_one_rate = None
+    held_out: tuple[ReadExample, ...] = ()
     if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
         best_ids = torch.tensor(best.prompt_ids, device=lm.device)
         matrix, rank_one_rate = measure_forms(
             vocabulary, slot, best_ids, last_ids, relaxation, prompt_bos
         )
+        if target.shared is not None and target.shared.held_out:
+            others = target.with_examples(target.shared.held_out)
+            output_ids, _ = read_alone(lm, best.prompt_ids, others, prompt_bos)
+            held_out = _read(lm, best.prompt_ids, others, output_ids)
     return Inversion(
         target_id=target.id,
         k=target.k,
@@ -95,9 +101,31 @@ def build_row(
         frame=frame,
         full_ids=full_ids,
         full_text=lm.decode(full_ids) if full_ids else "",
+        examples=_read(lm, best.prompt_ids, target, best.output_ids) if target.examples else (),
+        held_out=held_out,
         **environment,
     )
 
 
 def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
     return tuple(lm.decode([token_id]) for token_id in ids)
+
+
+def _read(
+    lm: FrozenLM, prompt_ids: tuple[int, ...], target: Target, output_ids: Sequence[int]
+) -> tuple[ReadExample, ...]:
+    """How a prompt did on each example of a target, from what the LM said to all of them."""
+    return tuple(
+        ReadExample(
+            id=example.id,
+            ids=example.ids,
+            text=example.text,
+            frame=example.frame,
+            full_text=lm.decode(example.frame.full_ids(prompt_ids)),
+            output_ids=said_ids,
+            output_text=lm.decode(said_ids),
+            lcs=lcs_ratio(example.ids, said_ids),
+            exact=said_ids == example.ids,
+        )
+        for example, said_ids in zip(target.readings, target.split(output_ids), strict=True)
+    )

@@ -117,6 +117,31 @@ class Slot:
         """The cost so far: every token forward counts 1, every token backward counts 1."""
         return self.forward_tokens + self.backward_tokens
 
+    def target_at(self, step: int | None = None) -> Target:
+        """The target as a step reads it: with its own few examples where many share the prompt.
+
+        Which ones they are depends on the slot's seed and on the step alone. All examples have
+        their turn before any has its next.
+
+        Args:
+            step: Steps taken before it; by default as many as have been.
+        """
+        shared = self.target.shared
+        if shared is None:
+            return self.target
+        step = self.step if step is None else step
+        size = len(shared.pool)
+        count = min(shared.per_step, size)
+        chosen = [shared.pool[self._turn(step * count + i, size)] for i in range(count)]
+        return self.target.with_examples(chosen)
+
+    def _turn(self, turn: int, size: int) -> int:
+        """Which of the examples has a turn; each round has an order of its own."""
+        round_number, place = divmod(turn, size)
+        seed = _hash(f"{self.noise_key}/round {round_number} of examples")
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        return int(order[place])
+
     def noise_seed(self, purpose: str = "") -> int:
         """A seed of its own for each step, and for each purpose within it."""
         return _hash(f"{self.noise_key}/{self.step}/{purpose}")

@@ -7,7 +7,6 @@ token under the LM itself, or from a file, or from literal texts.
 import codecs
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError
-from dlmi.frames import NO_FRAME, Example, Frame
+from dlmi.frames import NO_FRAME, Example, Frame, SharedExamples
 from dlmi.json_lines import build, parse_object, read_lines
 from dlmi.lm import FrozenLM
 from dlmi.templates import Template
@@ -41,6 +40,7 @@ class Target:
         perplexity: Of those tokens after BoS.
         frame: Fixed tokens around the prompt; that of an example is its own.
         examples: Where one prompt is for many: what it is read with. Empty for a target alone.
+        shared: Where its steps take their examples from; None for a target alone.
     """
 
     id: str
@@ -52,11 +52,31 @@ class Target:
     perplexity: float | None = None
     frame: Frame = NO_FRAME
     examples: tuple[Example, ...] = ()
+    shared: SharedExamples | None = None
 
     @functools.cached_property
     def readings(self) -> tuple[Example, ...]:
         """Where its prompt is read: its examples, or the target itself."""
         return self.examples or (Example(self.id, self.ids, self.text, self.frame),)
+
+    @functools.cached_property
+    def all_readings(self) -> tuple[Example, ...]:
+        """The same with the examples that only steps read, and with those held out."""
+        if self.shared is None:
+            return self.readings
+        return (*self.shared.pool, *self.shared.held_out)
+
+    @functools.cached_property
+    def ids_to_say(self) -> tuple[int, ...]:
+        """What the LM is to say anywhere in the run."""
+        if self.shared is None:
+            return self.ids
+        return tuple(token_id for example in self.shared.pool for token_id in example.ids)
+
+    def with_examples(self, examples: Sequence[Example]) -> "Target":
+        """The same prompt, read with these examples alone."""
+        ids = tuple(token_id for example in examples for token_id in example.ids)
+        return dataclasses.replace(self, ids=ids, examples=tuple(examples), shared=None)
 
     def split(self, output_ids: Sequence[int]) -> list[tuple[int, ...]]:
         """Outputs of all readings, one after the other, apart."""
@@ -68,13 +88,17 @@ class Target:
 
     def longest_row(self, prompt_length: int) -> int:
         """Tokens of a prompt, what is around it and its target, where that is longest."""
-        fixed = (len(e.frame.fixed_ids) + len(e.ids) for e in self.readings)
+        fixed = (len(e.frame.fixed_ids) + len(e.ids) for e in self.all_readings)
         return prompt_length + max(fixed)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary without what is not there; `from_json` gives the same target back."""
         row = dataclasses.asdict(self)
-        left_out = {"frame": self.frame == NO_FRAME, "examples": not self.examples}
+        left_out = {
+            "frame": self.frame == NO_FRAME,
+            "examples": not self.examples,
+            "shared": self.shared is None,
+        }
         return {name: value for name, value in row.items() if not left_out.get(name)}
 
     @classmethod
@@ -236,21 +260,6 @@ def write_targets(path: Path, targets: Iterable[Target]) -> None:
         file.writelines(lines)
 
 
-def fingerprint_targets(targets: Iterable[Target]) -> str:
-    """A short hash over the ids of the targets, their tokens and frames: tells sets apart."""
-    lines = [
-        ":".join([target.id, *(_content(example) for example in target.readings)])
-        for target in targets
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _content(example: Example) -> str:
-    frame = example.frame
-    around = (frame.pieces, frame.slot_lengths)
-    return f"{example.ids}{'' if around == (NO_FRAME.pieces, (0,)) else around}"
-
-
 def _from_json_line(
     lm: FrozenLM, line: bytes, default_id: str, where: str, template: Template | None
 ) -> Target:
@@ -277,7 +286,7 @@ def _from_json_line(
     if "ids" not in row:
         made = _from_text(lm, target.text, target.id, where, template, row)
         return dataclasses.replace(made, k=target.k)
-    lm.check_ids([*ids, *(i for e in target.readings for i in e.frame.fixed_ids)], where)
+    lm.check_ids([*ids, *(i for e in target.all_readings for i in e.frame.fixed_ids)], where)
     if template is not None:
         target = dataclasses.replace(target, frame=template.fill(lm, row, where).frame)
     return target if "text" in row else dataclasses.replace(target, text=lm.decode(ids))

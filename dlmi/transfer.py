@@ -135,16 +135,21 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
         row: With the prompt; its ids are ids of the model unless `as_text`.
         as_text: Let the model's tokenizer read the target's text, and leave the ids out.
     """
-    target_ids = tuple(lm.encode(row.target_text)) if as_text else row.target_ids
-    if not target_ids or not row.prompt_ids:
-        raise InputError(f"Expected row {row.target_id} to have a prompt and a target of tokens.")
-    text = row.full_text or row.prompt_text
-    text_output_ids = _say(lm, row, lm.encode(text), len(target_ids))
-    output_ids: tuple[int, ...] | None = None
-    if not as_text:
-        full_ids = row.full_ids or row.prompt_ids
-        lm.check_ids([*full_ids, *row.target_ids], f"row {row.target_id}")
-        output_ids = _say(lm, row, full_ids, len(target_ids))
+    readings = row.target.readings
+    wanted: list[tuple[int, ...]] = []
+    from_text: list[tuple[int, ...]] = []
+    from_ids: list[tuple[int, ...]] = []
+    for example, (text, full_ids, full_text) in zip(readings, row.whole_prompts, strict=True):
+        target_ids = tuple(lm.encode(text)) if as_text else example.ids
+        if not target_ids or not row.prompt_ids:
+            raise InputError(
+                f"Expected row {row.target_id} to have a prompt and a target of tokens."
+            )
+        wanted.append(target_ids)
+        from_text.append(_say(lm, row, lm.encode(full_text), len(target_ids)))
+        if not as_text:
+            lm.check_ids([*full_ids, *target_ids], f"row {row.target_id}")
+            from_ids.append(_say(lm, row, full_ids, len(target_ids)))
     return Transfer(
         target_id=row.target_id,
         seed=row.seed,
@@ -153,12 +158,17 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
         dtype=str(lm.dtype).removeprefix("torch."),
         was_exact=row.exact,
         was_lcs=row.lcs,
-        exact=None if output_ids is None else output_ids == target_ids,
-        lcs=None if output_ids is None else lcs_ratio(target_ids, output_ids),
-        text_exact=text_output_ids == target_ids,
-        text_lcs=lcs_ratio(target_ids, text_output_ids),
-        output_text=lm.decode(text_output_ids if output_ids is None else output_ids),
+        exact=None if as_text else from_ids == wanted,
+        lcs=None if as_text else _mean_lcs(wanted, from_ids),
+        text_exact=from_text == wanted,
+        text_lcs=_mean_lcs(wanted, from_text),
+        output_text="\n".join(lm.decode(ids) for ids in (from_text if as_text else from_ids)),
     )
+
+
+def _mean_lcs(wanted: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]]) -> float:
+    ratios = [lcs_ratio(*pair) for pair in zip(wanted, said, strict=True)]
+    return sum(ratios) / len(ratios)
 
 
 def _say(lm: FrozenLM, row: Inversion, prompt_ids: Sequence[int], length: int) -> tuple[int, ...]:

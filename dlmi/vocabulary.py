@@ -82,11 +82,12 @@ class Vocabulary:
 
     def barred_columns(self, target: Target) -> Tensor:
         """Columns that the prompt of a target may not use, (K,)."""
-        if target.ids not in self._barred:
-            barred = sorted({column for i in set(target.ids) for column in self._barred_by(i)})
+        ids = target.ids_to_say
+        if ids not in self._barred:
+            barred = sorted({column for i in set(ids) for column in self._barred_by(i)})
             columns = torch.tensor(barred, dtype=torch.int64, device=self.token_ids.device)
-            self._barred[target.ids] = columns
-        return self._barred[target.ids]
+            self._barred[ids] = columns
+        return self._barred[ids]
 
     def allowed_columns(self, target: Target) -> Tensor:
         """The other columns, (V - K,)."""

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import KINDS, SMALL, make_tokenizer
-from test_cli import run
+from test_cli import CONFIGS, run
 from test_contracts import StopAfter, assert_same, comparable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +15,7 @@ from dlmi import InputError, Target, invert, load_lm
 from dlmi.callbacks import ResultWriter, RunCheckpoint
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts
-from dlmi.framed_targets import share_head
+from dlmi.framed_targets import fingerprint_targets, share_head
 from dlmi.frames import Frame
 from dlmi.layouts import lay_out
 from dlmi.losses import target_loss
@@ -25,7 +25,7 @@ from dlmi.passes import target_pass
 from dlmi.results import read_rows
 from dlmi.round_trip import mend_prompts, round_trips
 from dlmi.slots import Slot
-from dlmi.targets import fingerprint_targets, read_targets, write_targets
+from dlmi.targets import read_targets, write_targets
 from dlmi.templates import Template
 from dlmi.vocabulary import Vocabulary
 
@@ -419,3 +419,11 @@ def test_invert_in_a_template(tiny):
     assert found.to_json()["full_text"] == found.row.full_text
     with pytest.raises(InputError, match="is a field"):
         invert(tiny, " w4", prompt_length=3, steps=1, template="{question} {slot}")
+
+
+@pytest.mark.parametrize("name", ["hint.yaml"])
+def test_shipped_configs_fit_for_two_steps(name, model_folder, tmp_path):
+    flags = ["--config", CONFIGS / "templates" / name, "--data.lm", model_folder()]
+    flags += ["--model.steps", "2", "--model.topk", "8", "--trainer.accelerator", "cpu"]
+    assert run("fit", *flags, "--trainer.logger.init_args.save_dir", tmp_path) == 0
+    assert len(read_rows(next(tmp_path.rglob("results.jsonl")))) == 2

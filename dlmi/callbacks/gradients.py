@@ -87,6 +87,11 @@ class GradientStudy(InversionCallback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self.settings.truth == "exact":
             check_enumerable(module.prompt_length, len(module.vocabulary))
+        if any(target.shared is not None for target in data.targets):
+            raise InputError(
+                "Expected `data.shared: false` with a GradientStudy, but it is true: each step "
+                "descends the loss of other examples. Leave the callback out."
+            )
         if _num_samples(module) < 2 and any(e.kind == "rloo" for e in self.estimators):
             raise InputError(
                 "Expected at least 2 samples per step with the estimator `rloo`, but the run has "

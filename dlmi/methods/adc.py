@@ -170,9 +170,11 @@ class ADC(Inverter):
         )
 
     def _count_wrong(self, slot: Slot, outputs: Tensor) -> None:
-        """Follow the number of wrong target tokens of each restart, (R,)."""
-        target_ids = torch.tensor(slot.target.ids, device=outputs.device)
+        """Follow how many target tokens (of an example) are wrong after each restart, (R,)."""
+        target = slot.target_at()
+        target_ids = torch.tensor(target.ids, device=outputs.device)
         wrong = (outputs[:, : len(target_ids)] != target_ids).sum(-1).to(self.compute_dtype)
+        wrong = wrong / len(target.readings)
         average = slot.memory.get("wrong", wrong)
         slot.memory["wrong"] = average + self.ema_rate * (wrong - average)
 
@@ -194,13 +196,15 @@ class ADC(Inverter):
             self.lm, slots, self.lm.embed(token_ids), "cross_entropy", prompt_bos=self.prompt_bos
         )
         for row, slot in enumerate(slots):
-            length = len(slot.target.ids)
-            target_ids = torch.tensor(slot.target.ids, device=columns.device)
-            exact = (output_ids[row, :, :length] == target_ids).all(-1)
+            target_ids = torch.tensor(slot.target_at().ids, device=columns.device)
+            exact = (output_ids[row, :, : len(target_ids)] == target_ids).all(-1)
             best = int(exact.int().argmax() if exact.any() else losses[row].argmin())
             loss = float(losses[row, best])
             slot.is_promising = bool(exact[best])
-            if slot.is_promising or loss < slot.memory.get("best_loss", float("inf")):
+            # Losses on different examples cannot be compared: then the latest best is the best.
+            is_shared = slot.target.shared is not None
+            before = slot.memory.get("best_loss", float("inf"))
+            if slot.is_promising or is_shared or loss < before:
                 slot.memory["best_loss"] = loss
                 slot.memory["best_ids"] = token_ids[row, best]
 

@@ -205,7 +205,7 @@ class GCG(Inverter):
         if self.init == "x" and self.vocabulary.allows(x_id, slot.target):
             columns[0] = self.vocabulary.columns(columns.new_tensor(x_id))
         columns = self.vocabulary.columns(self.mended(slot, self.vocabulary.ids(columns)))
-        losses, _ = self._score(slot, columns[0], columns)
+        losses, _ = self._score(slot, slot.target_at(), columns[0], columns)
         best = int(losses.argmin())
         slot.memory["loss"] = float(losses[best])
         self._set(slot, columns[best])
@@ -222,6 +222,9 @@ class GCG(Inverter):
             prompt_bos=self.prompt_bos,
             fluency=self.fluency_term,
         )
+        for slot, loss in zip(slots, losses.detach()[:, 0], strict=True):
+            if slot.target.shared is not None:  # the prompt's loss on these examples is another
+                slot.memory["loss"] = float(loss)
         return StepLosses(losses[:, 0], output_ids[:, 0])
 
     def token_passes_per_step(self, target_length: int) -> int:
@@ -255,20 +258,23 @@ class GCG(Inverter):
             candidates = self._survivors(candidates, slot.target)
             if len(candidates) == 0:
                 continue
-            losses, output_ids = self._score(slot, columns, candidates)
+            target = slot.target_at(slot.step - 1)  # as the gradient has just read it
+            losses, output_ids = self._score(slot, target, columns, candidates)
             best = int(losses.argmin())
             if self.buffer_size == 0 or losses[best] < slot.memory["loss"]:
                 slot.memory["loss"] = float(losses[best])
                 self._set(slot, candidates[best])
-                slot.is_promising = tuple(output_ids[best].tolist()) == slot.target.ids
+                slot.is_promising = tuple(output_ids[best].tolist()) == target.ids
 
-    def _score(self, slot: Slot, columns: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, slot: Slot, target: Target, columns: Tensor, candidates: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Losses and teacher-forced outputs of candidates, charged to the slot."""
         losses, output_ids, tokens_read = score_candidates(
             self.lm,
             self.vocabulary.ids(columns),
             self.vocabulary.ids(candidates),
-            slot.target,
+            target,
             self.loss,
             self.prompt_bos,
             self.fluency_term,

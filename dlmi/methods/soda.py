@@ -202,7 +202,8 @@ class SODA(Inverter):
         embeds = self.lm.embed(prompt_ids)[:, None]
         _, output_ids = target_pass(self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos)
         for slot, ids, outputs in zip(slots, prompt_ids, output_ids[:, 0], strict=True):
-            slot.is_promising = tuple(outputs[: len(slot.target.ids)].tolist()) == slot.target.ids
+            wanted_ids = slot.target_at().ids
+            slot.is_promising = tuple(outputs[: len(wanted_ids)].tolist()) == wanted_ids
             slot.memory["checked_ids"] = ids
         return output_ids[:, 0]
 
