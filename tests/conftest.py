@@ -187,11 +187,32 @@ METHODS = {
 }
 
 
+def _names(*without):
+    """Rows of `METHODS` that leave some options alone."""
+    return [name for name, (_, options) in METHODS.items() if not {*without} & {*options}]
+
+
+def _maker(name):
+    method, settings = METHODS[name]
+    return lambda **options: method(**{**SMALL, **settings, **options})
+
+
 @pytest.fixture(params=list(METHODS))
 def make_method(request):
     """Each row of `METHODS` in turn, as a function of further options."""
-    method, settings = METHODS[request.param]
-    return lambda **options: method(**{**SMALL, **settings, **options})
+    return _maker(request.param)
+
+
+@pytest.fixture(params=_names("fluency"))
+def make_framed_method(request):
+    """Those that work in a template."""
+    return _maker(request.param)
+
+
+@pytest.fixture(params=_names("fluency", "refine_after"))
+def make_shared_method(request):
+    """Those that learn one prompt for many examples."""
+    return _maker(request.param)
 
 
 @pytest.fixture(autouse=True)
