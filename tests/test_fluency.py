@@ -300,3 +300,17 @@ def test_reports_tell_fluent_runs_apart(data, fit):
     assert labels == ["DLMI(100) fluency=0.0", "DLMI(100) fluency=0.3"]
     assert run_labels([None], [plain]) == ["DLMI(100)"]
     assert run_labels([None], [fluent]) == ["DLMI(100) fluency=0.3"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_untied"])
+def test_mixed_precision_and_a_compiled_lm_run_too(kind, model_folder, data, fit):
+    """Hidden states come in bfloat16 there; passes with the penalty are not compiled."""
+    options = {"lm": str(model_folder(kind)), "k": (1,), "per_k": 2}
+    for more, trainer in (
+        ({"dtype": "float32"}, {"precision": "bf16-mixed"}),
+        ({"compile": True}, {}),
+    ):
+        module = DLMI(**SMALL, num_samples=2, fluency=0.3)
+        for row in fit(module, data(**options, **more), **trainer).values():
+            assert row.stop_reason in ("solved", "budget")
+            assert math.isfinite(row.trace[-1].loss)
