@@ -10,14 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlmi.compiled import CompileSetting
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.framed_targets import frame_target, share_head, share_prompt
+from dlmi.framed_targets import frame_target, questions_to_targets, share_head, share_prompt
 from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DeviceMap, DType, Quantization
+from dlmi.prompt_engineering.examples import load_examples
 from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
-from dlmi.templates import find_template
+from dlmi.templates import Template, find_template
 
 
 class TargetDataModule(LightningDataModule):
@@ -63,6 +64,11 @@ class TargetDataModule(LightningDataModule):
         eval_examples: Of a shared prompt, the examples (the first ones) that each evaluation
             decodes; null for all.
         held_out_file: Of a shared prompt, further lines that only the final prompt is tried on.
+        questions: Instead of targets, questions with answers that share one prompt: `sums` (those
+            of the package), a JSONL file as of GSM8k, or `hub:NAME`; their training part.
+        max_questions: Take only the first of them.
+        answer: What the LM is to say to a question: a text with `{answer}` (as the file has it,
+            with its rationale) or `{final}` (the final answer alone).
     """
 
     def __init__(
@@ -91,6 +97,9 @@ class TargetDataModule(LightningDataModule):
         examples_per_step: int = 4,
         eval_examples: int | None = 16,
         held_out_file: str | None = None,
+        questions: str | None = None,
+        max_questions: int | None = None,
+        answer: str = "{answer}",
     ) -> None:
         super().__init__()
         check_at_least_one("data", batch_size=batch_size, per_k=per_k, target_length=target_length)
@@ -103,7 +112,12 @@ class TargetDataModule(LightningDataModule):
         if texts is not None and not texts:
             raise InputError("Expected `data.texts` to hold at least one text, but it is empty.")
         self.template = find_template(template, chat)
-        if self.template is not None and self.template.fields and targets_file is None:
+        self.questions = questions
+        self.max_questions = max_questions
+        self.answer = Template(answer, slots=False)
+        if questions is not None:
+            _check_questions(template, targets_file or texts, shared)
+        elif self.template is not None and self.template.fields and targets_file is None:
             raise InputError(
                 f"Expected `data.targets_file` with the fields of `data.template` "
                 f"({', '.join(self.template.fields)}), but there is none."
@@ -111,7 +125,7 @@ class TargetDataModule(LightningDataModule):
         check_at_least_one("data", examples_per_step=examples_per_step)
         if eval_examples is not None:
             check_at_least_one("data", eval_examples=eval_examples)
-        if shared and targets_file is None:
+        if shared and targets_file is None and questions is None:
             raise InputError(
                 "Expected `data.targets_file` with the examples of `data.shared: true`, but there "
                 "is none."
@@ -185,12 +199,12 @@ class TargetDataModule(LightningDataModule):
             self.lm_device_map,
             self.quantization,
         )
-        if self.targets_file is not None:
+        if self.questions is not None:
+            assert self.template is not None
+            found = load_examples(self.questions, "train", self.max_questions)
+            targets = questions_to_targets(lm, found, self.template, self.answer)
+        elif self.targets_file is not None:
             targets = read_targets(lm, Path(self.targets_file), self.template)
-            if self.shared:
-                held_out = self.held_out_file
-                tried = read_targets(lm, Path(held_out), self.template) if held_out else []
-                targets = [share_prompt(targets, self.examples_per_step, self.eval_examples, tried)]
         elif self.texts is not None:
             targets = texts_to_targets(lm, self.texts, self.template)
         else:
@@ -206,6 +220,10 @@ class TargetDataModule(LightningDataModule):
             )
             if self.template is not None:
                 targets = [frame_target(lm, target, self.template) for target in targets]
+        if self.shared:
+            held_out = self.held_out_file
+            tried = read_targets(lm, Path(held_out), self.template) if held_out else []
+            targets = [share_prompt(targets, self.examples_per_step, self.eval_examples, tried)]
         self._take(lm, targets)
 
     def _take(self, lm: FrozenLM, targets: list[Target]) -> None:
@@ -237,6 +255,14 @@ class TargetDataModule(LightningDataModule):
     def train_dataloader(self) -> "DataLoader[int]":
         """Endless ticks: the slots hold the data, a tick is one optimisation step of them all."""
         return DataLoader(_Ticks(), batch_size=None)
+
+
+def _check_questions(template: str | None, targets: object, shared: bool) -> None:
+    if template is None or targets or not shared:
+        raise InputError(
+            "Expected `data.questions` with `data.template` and `data.shared: true`, and without "
+            "`data.targets_file` and `data.texts`, but it is otherwise."
+        )
 
 
 class _Ticks(IterableDataset[int]):

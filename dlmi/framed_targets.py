@@ -4,8 +4,10 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from dlmi.errors import InputError
 from dlmi.frames import NO_FRAME, Example, Frame, SharedExamples, common_beginning
 from dlmi.lm import FrozenLM
+from dlmi.prompt_engineering.examples import Example as Question
 from dlmi.targets import Target
 from dlmi.templates import Template
 
@@ -16,6 +18,29 @@ def frame_target(lm: FrozenLM, target: Target, template: Template) -> Target:
     """A target whose tokens are known already, in a template without fields."""
     filled = template.fill(lm, {}, f"target {target.id}")
     return dataclasses.replace(target, frame=filled.frame)
+
+
+def questions_to_targets(
+    lm: FrozenLM, questions: Sequence[Question], template: Template, answer: Template
+) -> list[Target]:
+    """One target per question: the text that answers it, after a template with its fields.
+
+    Args:
+        lm: The model.
+        questions: With their answers.
+        template: What stands around the prompt; it may hold `{question}`.
+        answer: The text to be said; it may hold `{answer}` and `{final}`.
+    """
+    targets = []
+    for number, question in enumerate(questions):
+        where = f"question {number + 1}"
+        fields = {"question": question.question, "answer": question.answer, "final": question.final}
+        filled, text = template.fill(lm, fields, where), answer.text_of(fields, where)
+        ids = filled.continuation_ids(lm, text, where)
+        if not ids:
+            raise InputError(f"Expected the answer to {where} to have tokens, but got {text!r}.")
+        targets.append(Target(f"question_{number}", ids, text, frame=filled.frame))
+    return targets
 
 
 def share_prompt(

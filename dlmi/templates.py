@@ -60,24 +60,34 @@ class Template:
         text: The template.
         chat: Whether it is the user's message of a chat, which the tokenizer's own chat template
             is put around.
+        slots: Whether it has slots; else only fields.
     """
 
-    def __init__(self, text: str, chat: bool = False) -> None:
+    def __init__(self, text: str, chat: bool = False, slots: bool = True) -> None:
         self.text = text
         self.chat = chat
         self._parts = list(_parse(text))
-        slots = [value for kind, value in self._parts if kind == _SLOT]
-        if not slots:
+        lengths = [value for kind, value in self._parts if kind == _SLOT]
+        if slots and not lengths:
             raise InputError(
                 "Expected `data.template` to have at least one `{slot}` for the learned tokens, "
                 f"but got {text!r}."
             )
-        self.slot_lengths = tuple(int(length) for length in slots)
+        if lengths and not slots:
+            raise InputError(f"Expected `data.answer` to have no `{{slot}}`, but got {text!r}.")
+        self.slot_lengths = tuple(int(length) for length in lengths)
 
     @property
     def fields(self) -> list[str]:
         """Names that each target must have."""
         return [value for kind, value in self._parts if kind == "field"]
+
+    def text_of(self, values: Mapping[str, Any], where: str) -> str:
+        """The text with its fields filled in, and a mark for each slot."""
+        return "".join(
+            _MARK if kind == _SLOT else part if kind == "text" else _value(part, values, where)
+            for kind, part in self._parts
+        )
 
     def fill(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> FilledTemplate:
         """The template of one target.
@@ -87,10 +97,7 @@ class Template:
             values: The target's fields.
             where: How errors call the target.
         """
-        text = "".join(
-            _MARK if kind == _SLOT else part if kind == "text" else _value(part, values, where)
-            for kind, part in self._parts
-        )
+        text = self.text_of(values, where)
         if self.chat:
             text = _as_chat(lm, text)
         texts = text.split(_MARK)

@@ -46,9 +46,9 @@ def run(*arguments):
 
 def config_files():
     names = (path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
-    # data/ is included by others; compare/ and gradients/ are for other commands; templates/ have
-    # targets of their own (test_templates).
-    other = ("data/", "compare/", "gradients/", "templates/")
+    # data/ is included by others; compare/ and gradients/ are for other commands; the others have
+    # targets of their own (test_templates, test_shared_prompts).
+    other = ("data/", "compare/", "gradients/", "templates/", "prompt_engineering/")
     return sorted(name for name in names if not name.startswith(other))
 
 

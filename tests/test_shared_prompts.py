@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import SMALL
-from test_cli import run
+from test_cli import CONFIGS, run
 from test_contracts import StopAfter, assert_same, comparable
 from test_templates import by_hand
 
@@ -245,3 +245,44 @@ def test_settings_that_do_not_go_together_are_refused(data, fit, shared, tmp_pat
         fit(DLMI(**SMALL, refine_after=0.5), data(**shared))
     with pytest.raises(InputError, match="GradientStudy"):
         fit(DLMI(**SMALL), data(**shared), callbacks=[GradientStudy(["gs_tau1"])])
+
+
+@pytest.mark.parametrize("name", ["sums.yaml", "gsm8k.yaml"])
+def test_shipped_configs_learn_from_questions_and_are_scored(name, model_folder, tmp_path, capsys):
+    """From the config to the accuracy, on the tiny LM and a file in the format of GSM8k."""
+    questions = tmp_path / "questions.jsonl"
+    lines = [
+        {"question": f"w{i} w{i + 1}", "answer": f"w{i} w{i + 2}\n#### {i}"} for i in range(1, 6)
+    ]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--config", CONFIGS / "prompt_engineering" / name, "--data.lm", model_folder()]
+    flags += ["--data.chat", "false", "--data.questions", questions, "--model.steps", "2"]
+    flags += ["--data.max_questions", "4", "--trainer.accelerator", "cpu"]
+    flags += ["--data.template", "{question} {slot}"]
+    assert run("fit", *flags, "--trainer.logger.init_args.save_dir", tmp_path) == 0
+    [results] = tmp_path.rglob("results.jsonl")
+    [row] = read_rows(results)
+    assert [example.text for example in row.examples] == [line["answer"] for line in lines[:4]]
+    score = ["--results", results, "--lm", model_folder(), "--chat", "false", "--draws", "1"]
+    score += ["--examples", questions, "--template", "{question} {slot}", "--max_new_tokens", "4"]
+    assert run("score", *score, "--out", tmp_path / "scores.json") == 0
+    scored = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    assert scored[-1]["prompt_ids"] == list(row.prompt_ids)
+    capsys.readouterr()
+
+
+def test_questions_become_targets(data, fit, tmp_path):
+    lines = [{"question": "w1 w2", "answer": "w3\n#### 7.0"}, {"question": "w4", "answer": "w5"}]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"questions": str(path), "template": "{question} {slot} w9", "shared": True}
+    targets = data(**options, answer=" w8 {final}")
+    targets.load()
+    [target] = targets.targets
+    assert [example.text for example in target.examples] == [" w8 7", " w8 w5"]
+    assert target.examples[0].frame.pieces == ((4, 5), (12,))
+    for change in ({"shared": False}, {"template": None}, {"texts": ["w1"]}, {"answer": "{slot}"}):
+        with pytest.raises(InputError):
+            data(**{**options, **change})
+    with pytest.raises(InputError, match="nothing"):
+        data(**options, answer="{nothing}").load()
