@@ -12,6 +12,7 @@ from typing import NoReturn
 from dlmi.bench import bench_command
 from dlmi.commands import targets_command, verify_command
 from dlmi.compare import compare_command
+from dlmi.completion import completion_command
 from dlmi.config_files import screen_yaml_files
 from dlmi.display import visible
 from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
@@ -39,6 +40,7 @@ commands:
   report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
   gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
+  completion  options at a key press:    source <(dlmi completion)
 
 options:
   --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
@@ -94,6 +96,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_command,
     "bench": bench_command,
     "gradients": gradients_command,
+    "completion": completion_command,
 }
 
 

@@ -34,7 +34,10 @@ def lay_out(
         prompt_length: Learned tokens of a prompt, N.
         prompt_bos: Put BoS before everything.
     """
-    return _lay_out(tuple(examples), prompt_length, (lm.bos_id,) if prompt_bos else (), lm.device)
+    bos_ids = (lm.bos_id,) if prompt_bos else ()
+    layout = _lay_out(tuple(examples), prompt_length, bos_ids, lm.device)
+    layout.prefix(lm)  # computed here, so that whoever watches the passes sees those of rows alone
+    return layout
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,7 +99,7 @@ class Layout:
 
     def forced(self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows) -> Tensor:
         """Teacher-forced logits, (r, M, V), of some rows' prompts, (r, N, d)."""
-        target_ids, prefix = self.target_ids[rows], self._prefix(lm)
+        target_ids, prefix = self.target_ids[rows], self.prefix(lm)
         if self._is_even:
             return lm.target_logits(self._prompts(lm, prompt_embeds, rows), target_ids, prefix)
         inputs_embeds = self._gather(lm, prompt_embeds, rows, self.tokens)
@@ -115,7 +118,7 @@ class Layout:
         next_embeds: Callable[[Rows], NextEmbeds] | None = None,
     ) -> Tensor:
         """Logits of free runs, (r, M, V); `next_embeds` says what some of the rows read next."""
-        length, prefix = self.target_ids.shape[1], self._prefix(lm)
+        length, prefix = self.target_ids.shape[1], self.prefix(lm)
         parts, order = [], []
         for mine, members in self._even_parts(rows):
             prompts = self._prompts(lm, prompt_embeds[mine], members)
@@ -128,7 +131,7 @@ class Layout:
         self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """Teacher-forced logits, (r, M, V), and greedy ids, (r, M)."""
-        prefix = self._prefix(lm)
+        prefix = self.prefix(lm)
         logits, output_ids, order = [], [], []
         for mine, members in self._even_parts(rows):
             prompts = self._prompts(lm, prompt_embeds[mine], members)
@@ -138,7 +141,8 @@ class Layout:
             order.append(mine)
         return _put_back(logits, order), _put_back(output_ids, order)
 
-    def _prefix(self, lm: FrozenLM) -> Prefix | None:
+    def prefix(self, lm: FrozenLM) -> Prefix | None:
+        """What all rows start with, where that is anything."""
         return lm.prefix(self._prefix_ids) if self._prefix_ids else None
 
     def _prompts(self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows) -> Tensor:

@@ -41,7 +41,7 @@ class Method(LightningModule, ABC):
         forbid_target_tokens: What it may not hold of its target.
         fluency: Weight of the penalty on unlikely prompts; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers.
-        rounds: Rounds that the budget is divided into, each with a start of its own.
+        round_steps: What one start may cost, in steps; None for the whole budget.
         refine_after: Share of a round after which the best discrete prompt is refined.
         refine_width: Swaps that a step of the refinement tries.
         slots: The targets in flight; None where there is none.
@@ -57,7 +57,7 @@ class Method(LightningModule, ABC):
     Z: nn.ParameterList
     fluency: float = 0.0
     norm_gradient_scale: float = 1.0
-    rounds: int = 1
+    round_steps: int | None = None
     refine_after: float = 1.0
     refine_width: int = 16
     _vocabulary: Vocabulary | None = None
@@ -154,11 +154,12 @@ class Method(LightningModule, ABC):
         check_positive("model", norm_gradient_scale=factor)
         self.norm_gradient_scale = factor
 
-    def set_rounds(self, rounds: int, refine_after: float, refine_width: int) -> None:
-        """Divide the budget into rounds, and refine the best prompt of each at a share of it."""
-        check_at_least_one("model", rounds=rounds)
+    def set_rounds(self, steps: int | None, refine_after: float, refine_width: int) -> None:
+        """Start anew after a number of steps, and refine the best prompt at a share of a round."""
+        if steps is not None:
+            check_at_least_one("model", round_steps=steps)
         check_refinement(refine_after, refine_width)
-        self.rounds, self.refine_after, self.refine_width = rounds, refine_after, refine_width
+        self.round_steps, self.refine_after, self.refine_width = steps, refine_after, refine_width
 
     @property
     def refinement(self) -> Refinement:
@@ -175,10 +176,15 @@ class Method(LightningModule, ABC):
         return max(relaxed, 2 * read + 2 * self.prompt_length + (self.refine_width + 1) * read)
 
     def round_of(self, slot: Slot) -> tuple[int, float]:
-        """Which round a slot is in by what it has used up, and the share of it that is over."""
-        used = self.budget.share_used(slot) * self.rounds
-        number = min(int(used), self.rounds - 1)
-        return number, used - number
+        """Which round a slot is in by what it has cost, and the share of it that is over."""
+        of_budget = self.budget.share_used(slot)
+        if self.round_steps is None:
+            return 0, of_budget
+        cost = self.round_steps * self.token_passes_per_step(len(slot.target.ids))
+        rounds = slot.token_passes / cost
+        if of_budget > rounds:  # the budget ends before the first round does
+            return 0, of_budget
+        return int(rounds), rounds % 1
 
     def is_refined(self, slot: Slot) -> bool:
         """Whether a slot is past its relaxation, in its round."""

@@ -179,7 +179,7 @@ METHODS = {
     "pez": (PEZ, {"lr": 0.03}),
     "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
     "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
-    "soda_rounds": (SODA, {"reset_every": 25, "rounds": 2, "refine_after": 0.8}),
+    "soda_rounds": (SODA, {"reset_every": 25, "round_steps": 5, "refine_after": 0.8}),
     "dlmi_refined": (
         DLMI,
         {"num_samples": 2, "norm_gradient_scale": 0.85, "refine_after": 0.5, "lr": 0.4},
@@ -187,11 +187,32 @@ METHODS = {
 }
 
 
+def _names(*without):
+    """Rows of `METHODS` that leave some options alone."""
+    return [name for name, (_, options) in METHODS.items() if not {*without} & {*options}]
+
+
+def _maker(name):
+    method, settings = METHODS[name]
+    return lambda **options: method(**{**SMALL, **settings, **options})
+
+
 @pytest.fixture(params=list(METHODS))
 def make_method(request):
     """Each row of `METHODS` in turn, as a function of further options."""
-    method, settings = METHODS[request.param]
-    return lambda **options: method(**{**SMALL, **settings, **options})
+    return _maker(request.param)
+
+
+@pytest.fixture(params=_names("fluency"))
+def make_framed_method(request):
+    """Those that work in a template."""
+    return _maker(request.param)
+
+
+@pytest.fixture(params=_names("fluency", "refine_after"))
+def make_shared_method(request):
+    """Those that learn one prompt for many examples."""
+    return _maker(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from dlmi.lm import FrozenLM
 from dlmi.memory import RowsPerPass
 from dlmi.methods import DLMI, GBDA, GCG, REINFORCE, SODA
 from dlmi.passes import target_pass
+from dlmi.report.method_names import paper_role, run_labels
 from dlmi.results import read_rows
 from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
@@ -283,3 +284,33 @@ def test_the_command_line_takes_a_weight(model_folder, tmp_path, monkeypatch):
     [row] = read_rows(tmp_path / "lightning_logs" / "version_0")
     assert row.settings["fluency"] == 0.2
     assert row.prompt_perplexity > 1
+
+
+def test_reports_tell_fluent_runs_apart(data, fit):
+    """The paper's claims are not about them; rows from before there was a weight count as plain."""
+    settings = {}
+    for weight in (0.0, 0.3):
+        rows = fit(DLMI(**SMALL, num_samples=1, fluency=weight), data(k=(1,), per_k=1))
+        settings[weight] = next(iter(rows.values()))
+    plain, fluent = settings[0.0], settings[0.3]
+    del plain.settings["fluency"]
+    assert paper_role("DLMI", plain.settings) == "DLMI"
+    assert paper_role("DLMI", fluent.settings) is None
+    labels = run_labels([None, None], [plain, fluent])
+    assert labels == ["DLMI(100) fluency=0.0", "DLMI(100) fluency=0.3"]
+    assert run_labels([None], [plain]) == ["DLMI(100)"]
+    assert run_labels([None], [fluent]) == ["DLMI(100) fluency=0.3"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_untied"])
+def test_mixed_precision_and_a_compiled_lm_run_too(kind, model_folder, data, fit):
+    """Hidden states come in bfloat16 there; passes with the penalty are not compiled."""
+    options = {"lm": str(model_folder(kind)), "k": (1,), "per_k": 2}
+    for more, trainer in (
+        ({"dtype": "float32"}, {"precision": "bf16-mixed"}),
+        ({"compile": True}, {}),
+    ):
+        module = DLMI(**SMALL, num_samples=2, fluency=0.3)
+        for row in fit(module, data(**options, **more), **trainer).values():
+            assert row.stop_reason in ("solved", "budget")
+            assert math.isfinite(row.trace[-1].loss)

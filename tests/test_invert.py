@@ -20,7 +20,7 @@ from dlmi.invert_text.screen import SearchScreen, print_found
 EASY = "w9 w9"  # four tokens suffice
 LONGER = "w7 w20"  # four do not, within these steps
 HARD = "w1 w2 w9 w9 w9 w8"
-FAST = {"steps": 120, "search_width": 16}
+FAST = {"steps": 120, "refine_width": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +60,12 @@ def test_a_text_gives_a_prompt_that_works_and_nothing_else(tiny, capfd):
     assert found.prompt_length == 4
     assert say(tiny, found.prompt_ids, 2) == found.row.target_ids
     assert say(tiny, tiny.encode(found.prompt_text), 2) == found.row.target_ids
-    assert (found.row.stop_reason, found.row.method) == ("solved", "GCG")
+    assert (found.row.stop_reason, found.row.method) == ("solved", "ADC")
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_same_seed_finds_the_same_prompt(tiny):
-    few = {"prompt_length": 4, "steps": 2, "search_width": 8}
+    few = {"prompt_length": 4, "steps": 2, "refine_width": 8}
     prompts = [invert(tiny, HARD, seed=seed, **few).prompt_ids for seed in (1, 1, 2)]
     assert prompts[0] == prompts[1] != prompts[2]
 
@@ -84,7 +84,7 @@ def test_auto_grows_until_a_length_works(tiny):
 def test_texts_are_inverted_side_by_side_and_stay_in_order(tiny):
     seen: list[Progress] = []
     texts = [HARD, "w9", "w9"]
-    limits = {"prompt_length": 4, "steps": 16, "search_width": 16}
+    limits = {"prompt_length": 4, "steps": 16, "refine_width": 16}
     found = invert(tiny, texts, on_progress=seen.append, **limits)
     assert [f.text for f in found] == texts
     assert [f.exact for f in found] == [False, True, True]
@@ -117,8 +117,8 @@ def test_a_pair_of_transformers_objects_and_another_method():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config("llama"))
     pair = model, make_tokenizer()
-    found = invert(pair, HARD, prompt_length=3, steps=4, method="ADC", restarts=2)
-    assert found.row.method == "ADC"
+    found = invert(pair, HARD, prompt_length=3, steps=4, method="GCG", restarts=2)
+    assert found.row.method == "GCG"
     assert found.row.model == "unnamed"
     ids = torch.tensor([found.prompt_ids])
     for _ in found.output_ids:
@@ -127,7 +127,7 @@ def test_a_pair_of_transformers_objects_and_another_method():
 
 
 def test_prompts_without_the_words_of_the_text(tiny):
-    found = invert(tiny, HARD, prompt_length=8, steps=3, forbid_target_tokens="ids", topk=8)
+    found = invert(tiny, HARD, prompt_length=8, steps=3, forbid_target_tokens="ids")
     assert not set(found.prompt_ids) & set(found.row.target_ids)
 
 
@@ -138,7 +138,7 @@ def test_prompts_without_the_words_of_the_text(tiny):
         ({"text": ["w1", ""]}, "texts\\[1\\]"),
         ({"lm": 3}, "a pair \\(model, tokenizer\\), but got int"),
         ({"seconds": 0}, "`seconds` to be positive"),
-        ({"temperature": 1}, "options of GCG .*but got 'temperature'"),
+        ({"temperature": 1}, "options of ADC .*but got 'temperature'"),
         ({"prompt_length": 63}, "at most 64"),
     ],
 )

@@ -189,30 +189,46 @@ def test_several_slots_give_the_rows_of_one(data, fit):
 # ---- rounds
 
 
-def test_a_round_starts_anew_and_the_best_of_all_is_kept(data, fit):
-    class Watch(LossCurve):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            slot = pl_module.slots[0]
-            self.losses.append((slot.round, pl_module.Z[0].detach().clone(), dict(slot.memory)))
+class Rounds(LossCurve):
+    """Of the first slot after each step: the round, Z, and whether it is being refined."""
 
-    curve = Watch()
-    model = SODA(**{**SMALL, "steps": 12}, rounds=3, refine_after=0.5)
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        slot = pl_module.slots[0]
+        refined = "refined_columns" in slot.memory
+        self.losses.append((slot.round, pl_module.Z[0].detach().clone(), refined))
+
+
+def test_a_round_starts_anew_and_the_best_of_all_is_kept(data, fit):
+    curve = Rounds()
+    model = SODA(**{**SMALL, "steps": 24}, round_steps=8, refine_after=0.5, refine_width=4)
     [row] = fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve]).values()
-    rounds, states, memories = zip(*curve.losses, strict=True)
-    assert rounds == (0,) * 4 + (1,) * 4 + (2,) * 4
-    torch.testing.assert_close(states[4], states[0])  # zeros, and one step from there
-    assert not torch.equal(states[1], states[0])
-    refines = ["refined_columns" in memory for memory in memories]
-    assert refines == [False, False, True, True] * 3
-    assert row.discrete_loss <= min(p.discrete_loss for p in row.trace if p.lcs == row.lcs)
+    rounds, states, refined = zip(*curve.losses, strict=True)
+    assert sorted(rounds) == list(rounds)
+    assert {0, 1, 2} <= set(rounds)
+    firsts = [rounds.index(number) for number in (0, 1, 2)]
+    for first in firsts:
+        torch.testing.assert_close(states[first], states[0])  # zeros, and one step from there
+        assert not refined[first]
+        assert not torch.equal(states[first + 1], states[first])
+    assert all(refined[first - 1] for first in firsts[1:])
     assert row.lcs == max(point.lcs for point in row.trace)
+    assert row.discrete_loss <= min(p.discrete_loss for p in row.trace if p.lcs == row.lcs)
 
 
 def test_what_a_round_found_is_measured_before_the_next(data, fit):
     """Though no evaluation is due then."""
-    model = SODA(**{**SMALL, "steps": 10, "eval_every": 100}, rounds=2)
+    model = SODA(**{**SMALL, "steps": 10, "eval_every": 100}, round_steps=4)
     [row] = fit(model, data(batch_size=1, per_k=1, k=(13,))).values()
-    assert [point.step for point in row.trace] == [0, 5, 10]
+    assert [point.step for point in row.trace] == [0, 4, 8, 10]
+
+
+def test_a_budget_that_is_smaller_than_a_round_is_the_round(data, fit):
+    curve = Rounds()
+    model = SODA(**{**SMALL, "steps": 10}, round_steps=1000, refine_after=0.5)
+    fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve])
+    rounds, _, refined = zip(*curve.losses, strict=True)
+    assert set(rounds) == {0}
+    assert refined == (False,) * 5 + (True,) * 5
 
 
 @pytest.mark.parametrize(
@@ -221,7 +237,7 @@ def test_what_a_round_found_is_measured_before_the_next(data, fit):
         ({"refine_after": -0.1}, "`model.refine_after` to be a share"),
         ({"refine_after": 1.5}, "`model.refine_after` to be a share"),
         ({"refine_width": 0}, "`model.refine_width`"),
-        ({"rounds": 0}, "`model.rounds`"),
+        ({"round_steps": 0}, "`model.round_steps`"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

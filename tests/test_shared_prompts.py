@@ -158,9 +158,9 @@ def test_the_pool_and_the_mini_batch_are_part_of_the_run():
 # ---- every method
 
 
-def test_every_method_learns_one_prompt_for_all(make_method, data, fit, shared):
+def test_every_method_learns_one_prompt_for_all(make_shared_method, data, fit, shared):
     targets = data(**shared)
-    rows = fit(make_method(), targets)
+    rows = fit(make_shared_method(), targets)
     lm = targets.lm
     assert list(rows) == ["shared"]
     row = rows["shared"]
@@ -178,13 +178,13 @@ def test_every_method_learns_one_prompt_for_all(make_method, data, fit, shared):
     assert Inversion.from_json(json.loads(row.to_json_line())) == row
 
 
-def test_resume_of_a_shared_prompt(make_method, data, fit, shared, tmp_path):
-    expected = fit(make_method(), data(**shared))
+def test_resume_of_a_shared_prompt(make_shared_method, data, fit, shared, tmp_path):
+    expected = fit(make_shared_method(), data(**shared))
     options = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
     stop = [ResultWriter(), RunCheckpoint(), StopAfter(5)]
-    fit(make_method(), data(**shared), callbacks=stop, **options)
+    fit(make_shared_method(), data(**shared), callbacks=stop, **options)
     fit(
-        make_method(),
+        make_shared_method(),
         data(**shared),
         ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt",
         callbacks=[ResultWriter(), RunCheckpoint()],
@@ -194,10 +194,10 @@ def test_resume_of_a_shared_prompt(make_method, data, fit, shared, tmp_path):
     assert comparable(rows) == comparable(expected)
 
 
-def test_rows_per_pass_changes_no_result(make_method, data, fit, shared):
+def test_rows_per_pass_changes_no_result(make_shared_method, data, fit, shared):
     assert_same(
-        fit(make_method(), data(**shared, rows_per_pass=1)),
-        fit(make_method(), data(**shared)),
+        fit(make_shared_method(), data(**shared, rows_per_pass=1)),
+        fit(make_shared_method(), data(**shared)),
     )
 
 

@@ -198,10 +198,10 @@ def questions(tmp_path):
     return {"targets_file": str(path), "template": TEMPLATE}
 
 
-def test_every_method_works_in_a_template(make_method, data, fit, questions):
+def test_every_method_works_in_a_template(make_framed_method, data, fit, questions):
     """What a row records is what the model itself says to the whole prompt."""
     targets = data(**questions, batch_size=3)
-    rows = fit(make_method(), targets)
+    rows = fit(make_framed_method(), targets)
     lm = targets.lm
     for line in LINES:
         row = rows[line["id"]]
@@ -225,18 +225,18 @@ def test_every_method_works_in_a_template(make_method, data, fit, questions):
         assert exact == (said == list(row.target_ids))
 
 
-def test_batch_mates_do_not_matter_in_a_template(make_method, data, fit, questions):
-    alone = fit(make_method(), data(**questions, batch_size=1))
-    assert_same(fit(make_method(), data(**questions, batch_size=3)), alone)
+def test_batch_mates_do_not_matter_in_a_template(make_framed_method, data, fit, questions):
+    alone = fit(make_framed_method(), data(**questions, batch_size=1))
+    assert_same(fit(make_framed_method(), data(**questions, batch_size=3)), alone)
 
 
-def test_resume_in_a_template(make_method, data, fit, questions, tmp_path):
-    expected = fit(make_method(), data(**questions))
+def test_resume_in_a_template(make_framed_method, data, fit, questions, tmp_path):
+    expected = fit(make_framed_method(), data(**questions))
     options = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
     callbacks = [ResultWriter(), RunCheckpoint()]
-    fit(make_method(), data(**questions), callbacks=[*callbacks, StopAfter(5)], **options)
+    fit(make_framed_method(), data(**questions), callbacks=[*callbacks, StopAfter(5)], **options)
     fit(
-        make_method(),
+        make_framed_method(),
         data(**questions),
         ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt",
         callbacks=[ResultWriter(), RunCheckpoint()],

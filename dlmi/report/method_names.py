@@ -9,8 +9,8 @@ from dlmi.results import Inversion
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
-# Which tokens a prompt may hold, unrestricted. Rows from before there was a choice lack them.
-_UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none"}
+# What a prompt may be, unrestricted. Rows from before there was a choice lack them.
+_UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none", "fluency": 0.0}
 
 Role = Literal["DLMI", "DLMI-TF", "GBDA", "REINFORCE", "SODA"]
 
@@ -35,7 +35,7 @@ def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
     """Which of the paper's methods this is, whatever its label; None for what it does not have.
 
     What makes the method must agree (estimator, temperature, teacher forcing, loss); step size,
-    samples and tau may differ. The paper's prompts may hold any token.
+    samples and tau may differ. The paper's prompts may hold any token and need not be likely.
     """
     if any(settings.get(name, free) != free for name, free in _UNRESTRICTED.items()):
         return None
@@ -68,8 +68,8 @@ def natural_order(label: str) -> list[tuple[int, str]]:
 def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list[str]:
     """What each run is called: its name in a comparison, else the paper's.
 
-    Runs of one name that differ in settings get those added, and runs whose prompts may not hold
-    every token always say so.
+    Runs of one name that differ in settings get those added, and runs whose prompts may not be
+    whatever works always say so.
 
     Args:
         names: In a comparison; None outside of one.
