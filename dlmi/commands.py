@@ -134,13 +134,19 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
     if not row.prompt_ids or not row.target_ids:
         return ["prompt or target is empty"], False, False
     target = row.target
-    fixed_ids = [i for example in target.readings for i in example.frame.fixed_ids]
-    lm.check_ids([*row.prompt_ids, *row.target_ids, *fixed_ids], f"row {row.target_id}")
+    readings = [*target.readings, *(example.example for example in row.held_out)]
+    everything = target.with_examples(readings)
+    if not all(example.ids for example in readings):
+        return ["the target of an example is empty"], False, False
+    fixed_ids = [i for example in readings for i in example.frame.fixed_ids]
+    ids = [*row.prompt_ids, *row.target_ids, *everything.ids, *fixed_ids]
+    lm.check_ids(ids, f"row {row.target_id}")
     prompt_bos = bool(row.settings.get("prompt_bos", False))
-    length = prompt_bos + target.longest_row(len(row.prompt_ids))
+    length = prompt_bos + everything.longest_row(len(row.prompt_ids))
     if lm.max_positions is not None and length > lm.max_positions:
         return [f"{length} tokens are more than {lm.name} has positions"], False, False
-    output_ids, _ = read_alone(lm, row.prompt_ids, target, prompt_bos)
+    said, _ = read_alone(lm, row.prompt_ids, everything, prompt_bos)
+    output_ids = said[: len(target.ids)]
     now_text_lcs = pasted_lcs(lm, row.prompt_ids, target, prompt_bos)
     is_exact = output_ids == row.target_ids
     recorded_and_now: dict[str, tuple[Any, Any]] = {
@@ -154,15 +160,15 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
         full_ids = row.frame.full_ids(row.prompt_ids)
         recorded_and_now["full_ids"] = row.full_ids, full_ids
         recorded_and_now["full_text"] = row.full_text, lm.decode(full_ids)
-    for kind, examples in (("examples", row.examples), ("held_out", row.held_out)):
-        for example in examples:
-            recorded = example.full_text, example.output_ids, example.exact
-            said_ids, _ = read_alone(
-                lm, row.prompt_ids, target.with_examples([example.example]), prompt_bos
-            )
-            full_text = lm.decode(example.frame.full_ids(row.prompt_ids))
-            now = full_text, said_ids, said_ids == example.ids
-            recorded_and_now[f"{kind} {example.id}"] = recorded, now
+    recorded_examples = [*row.examples, *row.held_out]
+    for example, said_ids in zip(
+        recorded_examples, everything.split(said)[-len(recorded_examples) :], strict=False
+    ):
+        full_text = lm.decode(example.frame.full_ids(row.prompt_ids))
+        recorded_and_now[f"example {example.id}"] = (
+            (example.full_text, example.output_ids, example.exact),
+            (full_text, said_ids, said_ids == example.ids),
+        )
     problems = [
         f"{name} is recorded as {recorded!r} but is {value!r}"
         for name, (recorded, value) in recorded_and_now.items()
