@@ -427,3 +427,33 @@ def test_shipped_configs_fit_for_two_steps(name, model_folder, tmp_path):
     flags += ["--model.steps", "2", "--model.topk", "8", "--trainer.accelerator", "cpu"]
     assert run("fit", *flags, "--trainer.logger.init_args.save_dir", tmp_path) == 0
     assert len(read_rows(next(tmp_path.rglob("results.jsonl")))) == 2
+
+
+# ---- the packaged LM
+
+
+@pytest.mark.real
+def test_the_packaged_lm_in_a_chat_and_in_a_template():
+    lm = load_lm()
+    chat = Template("What is the capital of {country}?{slot}", chat=True)
+    plain = Template("Question: {country}?\nHint:{slot}\nAnswer:")
+    targets = []
+    for number, (template, text) in enumerate([(chat, "Rome."), (plain, " Rome.")]):
+        filled = template.fill(lm, {"country": "Italy"}, "line 1")
+        ids = filled.continuation_ids(lm, text, "line 1")
+        assert ids == tuple(lm.encode(text))
+        targets.append(Target(f"t{number}", ids, text, frame=filled.frame))
+    prompt_ids = torch.tensor([lm.encode(" Think of pizza")] * 2)
+    evaluations = evaluate_prompts(lm, prompt_ids, targets, [0, 0])
+    for target, evaluation in zip(targets, evaluations, strict=True):
+        full_ids = target.frame.full_ids(evaluation.prompt_ids)
+        text = lm.decode(full_ids)
+        assert " Think of pizza" in text
+        assert lm.encode(text) == list(full_ids)
+        log_q = lm.token_log_probs(torch.tensor([[*full_ids, *target.ids]]))[0, -len(target.ids) :]
+        assert evaluation.discrete_loss == pytest.approx(float(-log_q.mean()), rel=1e-3)
+    assert "<|im_start|>assistant\n" in lm.decode(targets[0].frame.pieces[1])
+    with pytest.raises(InputError, match="before `{slot}`"):
+        Template("Hint: {slot}").fill(lm, {}, "line 1")
+    with pytest.raises(InputError, match="Move a space"):
+        Template("Hint:{slot} A: ").fill(lm, {}, "").continuation_ids(lm, "Rome", "line 1")
