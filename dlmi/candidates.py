@@ -91,6 +91,8 @@ def score_candidates(
     bos_ids = prompt_ids.new_tensor([lm.bos_id] if prompt_bos else [])
     scores = []
     for example in target.readings:
+        if example.frame.reasoning is not None:
+            raise RuntimeError("The reasoning of this example has not been written yet.")
         around = prompt_ids.new_tensor(example.frame.full_ids([0] * len(prompt_ids)))
         places = example.frame.places(len(prompt_ids))
         in_frame, candidates = around.clone(), around.repeat(len(candidate_ids), 1)

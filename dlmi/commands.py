@@ -138,14 +138,14 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
     everything = target.with_examples(readings)
     if not all(example.ids for example in readings):
         return ["the target of an example is empty"], False, False
-    fixed_ids = [i for example in readings for i in example.frame.fixed_ids]
+    fixed_ids = [i for example in readings for i in example.frame.given_ids]
     ids = [*row.prompt_ids, *row.target_ids, *everything.ids, *fixed_ids]
     lm.check_ids(ids, f"row {row.target_id}")
     prompt_bos = bool(row.settings.get("prompt_bos", False))
     length = prompt_bos + everything.longest_row(len(row.prompt_ids))
     if lm.max_positions is not None and length > lm.max_positions:
         return [f"{length} tokens are more than {lm.name} has positions"], False, False
-    said, _ = read_alone(lm, row.prompt_ids, everything, prompt_bos)
+    said, _, written = read_alone(lm, row.prompt_ids, everything, prompt_bos)
     output_ids = said[: len(target.ids)]
     now_text_lcs = pasted_lcs(lm, row.prompt_ids, target, prompt_bos)
     is_exact = output_ids == row.target_ids
@@ -161,13 +161,15 @@ def _verify_row(lm: FrozenLM, row: Inversion) -> tuple[list[str], bool, bool]:
         recorded_and_now["full_ids"] = row.full_ids, full_ids
         recorded_and_now["full_text"] = row.full_text, lm.decode(full_ids)
     recorded_examples = [*row.examples, *row.held_out]
-    for example, said_ids in zip(
-        recorded_examples, everything.split(said)[-len(recorded_examples) :], strict=False
+    written = written or ((),) * len(readings)
+    last = -len(recorded_examples)
+    for example, said_ids, before in zip(
+        recorded_examples, everything.split(said)[last:], written[last:], strict=False
     ):
         full_text = lm.decode(example.frame.full_ids(row.prompt_ids))
         recorded_and_now[f"example {example.id}"] = (
-            (example.full_text, example.output_ids, example.exact),
-            (full_text, said_ids, said_ids == example.ids),
+            (example.full_text, example.reasoning_ids, example.output_ids, example.exact),
+            (full_text, before, said_ids, said_ids == example.ids),
         )
     problems = [
         f"{name} is recorded as {recorded!r} but is {value!r}"

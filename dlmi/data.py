@@ -16,6 +16,7 @@ from dlmi.memory import RowsPerPass, RowsSetting
 from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DeviceMap, DType, Quantization
 from dlmi.prompt_engineering.examples import load_examples
+from dlmi.prompt_engineering.scoring import TRIGGER
 from dlmi.ranks import Ranks
 from dlmi.targets import Target, generate_targets, read_targets, texts_to_targets
 from dlmi.templates import Template, find_template
@@ -68,7 +69,12 @@ class TargetDataModule(LightningDataModule):
             of the package), a JSONL file as of GSM8k, or `hub:NAME`; their training part.
         max_questions: Take only the first of them.
         answer: What the LM is to say to a question: a text with `{answer}` (as the file has it,
-            with its rationale) or `{final}` (the final answer alone).
+            with its rationale) or `{final}` (the final answer alone). Unset: "{answer}", and
+            " {final}" after the LM's own reasoning.
+        reasoning: What stands between a question with its prompt and the answer: `none`, or the
+            LM's `own` words, which it writes greedily after the discrete prompt of each step.
+        reasoning_tokens: Tokens of that at most.
+        trigger: What is put behind it, before the answer; a backslash and n are a new line.
     """
 
     def __init__(
@@ -99,7 +105,10 @@ class TargetDataModule(LightningDataModule):
         held_out_file: str | None = None,
         questions: str | None = None,
         max_questions: int | None = None,
-        answer: str = "{answer}",
+        answer: str | None = None,
+        reasoning: Literal["none", "own"] = "none",
+        reasoning_tokens: int = 96,
+        trigger: str = TRIGGER,
     ) -> None:
         super().__init__()
         check_at_least_one("data", batch_size=batch_size, per_k=per_k, target_length=target_length)
@@ -114,7 +123,13 @@ class TargetDataModule(LightningDataModule):
         self.template = find_template(template, chat)
         self.questions = questions
         self.max_questions = max_questions
-        self.answer = Template(answer, slots=False)
+        self.reasoning: tuple[int, str] | None = None
+        if reasoning == "own":
+            check_at_least_one("data", reasoning_tokens=reasoning_tokens)
+            _check_reasoning(questions, held_out_file)
+            self.reasoning = reasoning_tokens, trigger.replace("\\n", "\n")
+        usual = "{answer}" if self.reasoning is None else " {final}"
+        self.answer = Template(usual if answer is None else answer, slots=False)
         if questions is not None:
             _check_questions(template, targets_file or texts, shared)
         elif self.template is not None and self.template.fields and targets_file is None:
@@ -202,7 +217,7 @@ class TargetDataModule(LightningDataModule):
         if self.questions is not None:
             assert self.template is not None
             found = load_examples(self.questions, "train", self.max_questions)
-            targets = questions_to_targets(lm, found, self.template, self.answer)
+            targets = questions_to_targets(lm, found, self.template, self.answer, self.reasoning)
         elif self.targets_file is not None:
             targets = read_targets(lm, Path(self.targets_file), self.template)
         elif self.texts is not None:
@@ -262,6 +277,20 @@ def _check_questions(template: str | None, targets: object, shared: bool) -> Non
         raise InputError(
             "Expected `data.questions` with `data.template` and `data.shared: true`, and without "
             "`data.targets_file` and `data.texts`, but it is otherwise."
+        )
+
+
+def _check_reasoning(questions: str | None, held_out_file: str | None) -> None:
+    if questions is None:
+        raise InputError(
+            "Expected `data.questions` with `data.reasoning: own`, but there are none: what is "
+            "reasoned about is a question with a final answer."
+        )
+    if held_out_file is not None:
+        raise InputError(
+            "Expected `data.held_out_file` to be unset with `data.reasoning: own`, but got "
+            f"{held_out_file!r}, whose lines are said without reasoning. `python -m dlmi score "
+            "--two_stages true` asks questions that were held out."
         )
 
 

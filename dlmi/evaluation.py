@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlmi.frames import Example
+from dlmi.frames import Example, Reasoning
 from dlmi.layouts import lay_out
 from dlmi.lm import FrozenLM
 from dlmi.losses import target_loss
 from dlmi.metrics import lcs_ratio
+from dlmi.reasoning import ids_with_reasoning, write_reasoning
 from dlmi.targets import Target
 
 
@@ -33,6 +34,7 @@ class Evaluation:
         as_in_code_lcs: LCS of the relaxed prompt under the training decode (what the authors'
             public code logs); None at step 0.
         is_eligible: Whether it may be the best; if none may, the best of the others is.
+        reasoning_ids: Where the LM reasons before it answers, what it wrote in each example.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Evaluation:
     loss: float | None = None
     as_in_code_lcs: float | None = None
     is_eligible: bool = True
+    reasoning_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def score(self) -> tuple[bool, float, float]:
@@ -50,10 +53,34 @@ class Evaluation:
         return self.is_eligible, self.lcs, -self.discrete_loss
 
 
-def say(lm: FrozenLM, ids: Sequence[int], length: int, prompt_bos: bool) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Reading:
+    """What came of one prompt in one example.
+
+    Attributes:
+        output_ids: The greedy decode, as long as what is to be said.
+        loss: Teacher-forced cross-entropy of that.
+        reasoning_ids: What the LM wrote before it, where it was to.
+    """
+
+    output_ids: tuple[int, ...]
+    loss: float
+    reasoning_ids: tuple[int, ...]
+
+
+def say(
+    lm: FrozenLM,
+    ids: Sequence[int],
+    length: int,
+    prompt_bos: bool,
+    reasoning: Reasoning | None = None,
+) -> tuple[int, ...]:
     """The greedy decode of one whole prompt, alone; nothing after a prompt of no tokens."""
     if not ids:
         return ()
+    if reasoning is not None:
+        whole = [lm.bos_id, *ids] if prompt_bos else ids
+        ids, prompt_bos = ids_with_reasoning(lm, whole, reasoning), False
     prefix = lm.prefix([lm.bos_id]) if prompt_bos else None
     output_ids = lm.greedy(torch.tensor([list(ids)], device=lm.device), length, prefix)
     return tuple(output_ids[0].tolist())
@@ -64,7 +91,8 @@ def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target, prompt_b
     ratios = []
     for example in target.readings:
         ids = lm.encode(lm.decode(example.frame.full_ids(prompt_ids)))
-        ratios.append(lcs_ratio(example.ids, say(lm, ids, len(example.ids), prompt_bos)))
+        said_ids = say(lm, ids, len(example.ids), prompt_bos, example.frame.reasoning)
+        ratios.append(lcs_ratio(example.ids, said_ids))
     return sum(ratios) / len(ratios)
 
 
@@ -109,14 +137,15 @@ def evaluate_prompts(
     evaluations = []
     for row, target in enumerate(targets):
         mine = [next(read) for _ in target.readings]
-        output_ids = tuple(token_id for said_ids, _ in mine for token_id in said_ids)
+        output_ids = _one_after_the_other(mine)
         evaluations.append(
             Evaluation(
                 step=steps[row],
                 prompt_ids=tuple(prompt_ids[row].tolist()),
                 output_ids=output_ids,
                 lcs=mean_lcs(target, output_ids),
-                discrete_loss=sum(loss for _, loss in mine) / len(mine),
+                discrete_loss=sum(reading.loss for reading in mine) / len(mine),
+                reasoning_ids=_reasoning_of(mine, target),
             )
         )
     return evaluations
@@ -124,18 +153,26 @@ def evaluate_prompts(
 
 def read_alone(
     lm: FrozenLM, prompt_ids: Sequence[int], target: Target, prompt_bos: bool
-) -> tuple[tuple[int, ...], float]:
-    """What the LM says to one prompt, and the loss: each example on its own, without others."""
+) -> tuple[tuple[int, ...], float, tuple[tuple[int, ...], ...]]:
+    """What the LM says to one prompt, the loss, and its reasoning: each example on its own."""
     ids = torch.tensor([list(prompt_ids)], device=lm.device)
     read = [read_examples(lm, ids, [example], prompt_bos)[0] for example in target.readings]
-    output_ids = tuple(token_id for said_ids, _ in read for token_id in said_ids)
-    return output_ids, sum(loss for _, loss in read) / len(read)
+    loss = sum(reading.loss for reading in read) / len(read)
+    return _one_after_the_other(read), loss, _reasoning_of(read, target)
+
+
+def _one_after_the_other(read: Sequence[Reading]) -> tuple[int, ...]:
+    return tuple(token_id for reading in read for token_id in reading.output_ids)
+
+
+def _reasoning_of(read: Sequence[Reading], target: Target) -> tuple[tuple[int, ...], ...]:
+    return tuple(reading.reasoning_ids for reading in read) if target.reasons else ()
 
 
 @torch.no_grad()
 def read_examples(
     lm: FrozenLM, prompt_ids: Tensor, examples: Sequence[Example], prompt_bos: bool
-) -> list[tuple[tuple[int, ...], float]]:
+) -> list[Reading]:
     """What the LM says to prompts in their frames, and how likely it finds the targets.
 
     Args:
@@ -145,8 +182,11 @@ def read_examples(
         prompt_bos: Put BoS before each.
 
     Returns:
-        Of each, the greedy decode and the teacher-forced cross-entropy of the target.
+        Of each, the greedy decode and the teacher-forced cross-entropy of the target, both after
+        the LM's own reasoning where an example wants it.
     """
+    written = write_reasoning(lm, prompt_ids.tolist(), examples, prompt_bos)
+    examples = [example.after(ids) for example, ids in zip(examples, written, strict=True)]
     layout = lay_out(lm, examples, prompt_ids.shape[1], prompt_bos)
     losses: list[float] = []
     outputs: list[list[int]] = []
@@ -158,5 +198,5 @@ def read_examples(
         outputs.extend(output_ids.tolist())
 
     lm.rows_per_pass.run(lm, len(examples), layout.tokens, layout.target_ids.shape[1], work)
-    rows = zip(examples, outputs, losses, strict=True)
-    return [(tuple(ids[: len(example.ids)]), loss) for example, ids, loss in rows]
+    rows = zip(examples, outputs, losses, written, strict=True)
+    return [Reading(tuple(ids[: len(e.ids)]), loss, before) for e, ids, loss, before in rows]

@@ -21,7 +21,11 @@ def frame_target(lm: FrozenLM, target: Target, template: Template) -> Target:
 
 
 def questions_to_targets(
-    lm: FrozenLM, questions: Sequence[Question], template: Template, answer: Template
+    lm: FrozenLM,
+    questions: Sequence[Question],
+    template: Template,
+    answer: Template,
+    reasoning: tuple[int, str] | None = None,
 ) -> list[Target]:
     """One target per question: the text that answers it, after a template with its fields.
 
@@ -30,12 +34,15 @@ def questions_to_targets(
         questions: With their answers.
         template: What stands around the prompt; it may hold `{question}`.
         answer: The text to be said; it may hold `{answer}` and `{final}`.
+        reasoning: Tokens at most that the LM reasons with before, and the trigger behind that.
     """
     targets = []
     for number, question in enumerate(questions):
         where = f"question {number + 1}"
         fields = {"question": question.question, "answer": question.answer, "final": question.final}
         filled, text = template.fill(lm, fields, where), answer.text_of(fields, where)
+        if reasoning is not None:
+            filled = filled.with_reasoning(lm, *reasoning)
         ids = filled.continuation_ids(lm, text, where)
         if not ids:
             raise InputError(f"Expected the answer to {where} to have tokens, but got {text!r}.")
@@ -105,4 +112,5 @@ def fingerprint_targets(targets: Iterable[Target]) -> str:
 def _content(example: Example) -> str:
     frame = example.frame
     around = (frame.pieces, frame.slot_lengths)
-    return f"{example.ids}{'' if around == (NO_FRAME.pieces, (0,)) else around}"
+    reasoning = "" if frame.reasoning is None else str(frame.reasoning)
+    return f"{example.ids}{'' if around == (NO_FRAME.pieces, (0,)) else around}{reasoning}"

@@ -5,9 +5,32 @@ with one slot is the prompt alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlmi.errors import InputError
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What the LM writes itself after a prompt, before what it is to say.
+
+    Attributes:
+        max_tokens: Tokens of it at most; it also ends with the end-of-sequence token.
+        trigger: The text that is put behind it.
+        trigger_ids: The same as token ids.
+    """
+
+    max_tokens: int
+    trigger: str
+    trigger_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be written: files may hold anything."""
+        if self.max_tokens < 1:
+            raise InputError(
+                "Expected the reasoning of a frame to have at least 1 token, but got "
+                f"{self.max_tokens}."
+            )
 
 
 @dataclass(frozen=True)
@@ -21,6 +44,7 @@ class Frame:
         head: How many of the first ids all frames of a run share: the LM reads them once.
         template: The text that it was made from, if any.
         chat: Whether that was a chat message.
+        reasoning: What the LM has still to write behind all this; None once it is there.
     """
 
     pieces: tuple[tuple[int, ...], ...] = ((), ())
@@ -28,6 +52,7 @@ class Frame:
     head: int = 0
     template: str | None = None
     chat: bool = False
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no frame: files may hold anything."""
@@ -46,6 +71,16 @@ class Frame:
     def fixed_ids(self) -> tuple[int, ...]:
         """All fixed tokens, as if the slots were empty."""
         return tuple(token_id for piece in self.pieces for token_id in piece)
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """All ids that are not the LM's own: the fixed tokens and those of the trigger."""
+        return (*self.fixed_ids, *(self.reasoning.trigger_ids if self.reasoning else ()))
+
+    @property
+    def most_tokens(self) -> int:
+        """Fixed tokens, with as much reasoning as there may be."""
+        return len(self.given_ids) + (self.reasoning.max_tokens if self.reasoning else 0)
 
     def sizes(self, prompt_length: int) -> tuple[int, ...]:
         """Tokens of each slot; where shares are uneven, the first slots get one more.
@@ -91,6 +126,17 @@ class Frame:
             full += piece
         return tuple(full)
 
+    def after(self, reasoning_ids: Sequence[int]) -> "Frame":
+        """The same with the reasoning that was wanted, and its trigger, as fixed tokens.
+
+        >>> Frame(((1,), (2,)), reasoning=Reasoning(9, "!", (5,))).after([3, 4]).pieces
+        ((1,), (2, 3, 4, 5))
+        """
+        if self.reasoning is None:
+            return self
+        last = (*self.pieces[-1], *reasoning_ids, *self.reasoning.trigger_ids)
+        return replace(self, pieces=(*self.pieces[:-1], last), reasoning=None)
+
 
 NO_FRAME = Frame()
 
@@ -122,6 +168,12 @@ class Example:
     ids: tuple[int, ...]
     text: str
     frame: Frame = NO_FRAME
+
+    def after(self, reasoning_ids: Sequence[int]) -> "Example":
+        """The same with the LM's reasoning in its frame, where it wants some."""
+        if self.frame.reasoning is None:
+            return self
+        return replace(self, frame=self.frame.after(reasoning_ids))
 
     def paid_tokens(self, prompt_length: int) -> int:
         """Tokens that the LM reads in one pass over a prompt and all of the target but its last."""

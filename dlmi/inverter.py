@@ -184,6 +184,8 @@ class Inverter(Method):
         refined = [slot for slot in slots if self.is_refined(slot)]
         relaxed = [slot for slot in slots if not self.is_refined(slot)]
         total = torch.zeros((), device=self.device, requires_grad=True)  # of no slot in particular
+        if reasoning := [slot for slot in relaxed if slot.target.reasons]:
+            self.judge.reason(reasoning, self.prompt_ids(reasoning))
         with self.lm.mixed_precision(), scaled_norm_gradients(self.lm, self.norm_gradient_scale):
             if relaxed:
                 step = self.losses(relaxed)

@@ -9,8 +9,10 @@ from torch import Tensor
 from dlmi.evaluation import Evaluation, decoded_tokens, evaluate_prompts, mean_lcs, read_alone
 from dlmi.lm import FrozenLM
 from dlmi.passes import row_tokens
+from dlmi.reasoning import tokens_to_write, write_reasoning
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
+from dlmi.targets import Target
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class Judge:
                 )
             slot.record(evaluation)
 
+    def reason(self, slots: Sequence[Slot], prompt_ids: Tensor) -> None:
+        """Let the LM write what a step is to read after the slots' prompts, (B, N).
+
+        What it wrote after the same prompt in an earlier step is known. Each slot's is written by
+        itself, so that no slot feels its batch mates.
+        """
+        for slot, row in zip(slots, prompt_ids.tolist(), strict=True):
+            if slot.reasoned_ids != tuple(row):
+                slot.reasoned_ids, slot.reasoning = tuple(row), {}
+            wanted = [e for e in slot.target_at().readings if e.frame.reasoning is not None]
+            written = write_reasoning(self.lm, [row] * len(wanted), wanted, self.prompt_bos)
+            for example, ids in zip(wanted, written, strict=True):
+                slot.reasoning[example.id] = ids
+                slot.forward_tokens += tokens_to_write(example, ids, len(row))
+
     def try_more(self, slot: Slot, prompt_ids: Tensor) -> None:
         """Record the best of further prompts of a slot, (C, N)."""
         candidates = self._decode([slot] * len(prompt_ids), prompt_ids)
@@ -59,12 +76,15 @@ class Judge:
 
     def decode_alone(self, slot: Slot, evaluation: Evaluation) -> Evaluation:
         """The same prompt again, with no batch mates."""
-        output_ids, loss = read_alone(self.lm, evaluation.prompt_ids, slot.target, self.prompt_bos)
+        output_ids, loss, reasoning_ids = read_alone(
+            self.lm, evaluation.prompt_ids, slot.target, self.prompt_bos
+        )
         return replace(
             evaluation,
             output_ids=output_ids,
             lcs=mean_lcs(slot.target, output_ids),
             discrete_loss=loss,
+            reasoning_ids=reasoning_ids,
         )
 
     def _decode(self, slots: Sequence[Slot], prompt_ids: Tensor) -> list[Evaluation]:
@@ -77,10 +97,20 @@ class Judge:
                 for slot, e in zip(slots, evaluations, strict=True)
             ]
         for slot, evaluation in zip(slots, evaluations, strict=True):
-            slot.forward_tokens += row_tokens(prompt_ids.shape[1], slot.target)
+            slot.forward_tokens += _tokens_read(slot.target, evaluation)
             slot.forward_tokens += decoded_tokens(slot.target, evaluation.output_ids)
         return [
             # A batch rounds differently from a prompt on its own; only the latter solves a target.
             self.decode_alone(slot, evaluation) if evaluation.lcs == 1 else evaluation
             for slot, evaluation in zip(slots, evaluations, strict=True)
         ]
+
+
+def _tokens_read(target: Target, evaluation: Evaluation) -> int:
+    """Tokens of the pass over a prompt and its target, and of the reasoning before it."""
+    length = len(evaluation.prompt_ids)
+    if not evaluation.reasoning_ids:
+        return row_tokens(length, target)
+    pairs = list(zip(target.readings, evaluation.reasoning_ids, strict=True))
+    written = sum(tokens_to_write(example, ids, length) for example, ids in pairs)
+    return written + sum(example.after(ids).paid_tokens(length) for example, ids in pairs)

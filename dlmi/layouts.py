@@ -72,6 +72,8 @@ class Layout:
         bos_ids: tuple[int, ...],
         device: torch.device,
     ) -> None:
+        if any(example.frame.reasoning for example in examples):
+            raise RuntimeError("The reasoning of these examples has not been written yet.")
         heads = [example.frame.pieces[0][: example.frame.head] for example in examples]
         head = common_beginning(heads)
         shared = len(head)

@@ -21,8 +21,10 @@ form                      prompt
 ========================  ====================================================================
 
 The decodes are `free_greedy`, where the LM reads its own tokens, and `teacher_forced`, where it
-reads the target's. Of a prompt that examples share, each LCS is their mean. These measurements are
-not charged to the target: they do not help to find it.
+reads the target's. Of a prompt that examples share, each LCS is their mean. Where the LM reasons
+before it answers, it does so after each discrete form; a relaxed one is no text to reason about and
+is read with what the LM writes after the `argmax`. These measurements are not charged to the
+target: they do not help to find it.
 
 Axes: R prompts, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
 """
@@ -39,6 +41,7 @@ from dlmi.evaluation import mean_lcs
 from dlmi.frames import Example
 from dlmi.layouts import lay_out
 from dlmi.lm import FrozenLM
+from dlmi.reasoning import complete_examples, ids_with_reasoning
 from dlmi.slots import Slot
 from dlmi.soft_embedding import sample_columns, soft_embedding
 from dlmi.targets import Target
@@ -102,15 +105,22 @@ def measure_forms(
         with no prompt at all. None where the LM has no BoS.
     """
     lm, target = vocabulary.lm, slot.target
-    prompts = {
-        "best_so_far": lm.embed(best_ids)[None],
-        "argmax": lm.embed(last_ids)[None],
-        "random_prompt": lm.embed(_random_ids(vocabulary, len(best_ids), slot))[None],
-        "copy_prompt": lm.embed(_copied_ids(target.ids, best_ids))[None],
+    discrete = {
+        "best_so_far": best_ids[None],
+        "argmax": last_ids[None],
+        "random_prompt": _random_ids(vocabulary, len(best_ids), slot)[None],
+        "copy_prompt": _copied_ids(target.ids, best_ids)[None],
     }
+    relaxed: dict[str, Tensor] = {}
     if relaxation is not None:
-        prompts |= _relaxed_prompts(vocabulary, relaxation, slot)
-    outputs = _decode(lm, torch.cat(list(prompts.values())), target, prompt_bos)
+        columns = relaxation.hard_columns(HARD_SAMPLES, _seed(slot))
+        discrete[BEST_OF_SAMPLES] = vocabulary.ids(columns)
+        relaxed = _relaxed_prompts(vocabulary, relaxation, slot)
+    prompts = {form: lm.embed(ids) for form, ids in discrete.items()} | relaxed
+    reasoned = [discrete.get(form, last_ids[None]) for form in prompts]
+    outputs = _decode(
+        lm, torch.cat(list(prompts.values())), torch.cat(reasoned), target, prompt_bos
+    )
     matrix: LCSMatrix = {}
     for form, embeds in prompts.items():
         mine, outputs = outputs[: len(embeds)], outputs[len(embeds) :]
@@ -134,19 +144,17 @@ def measure_forms(
 def _relaxed_prompts(
     vocabulary: Vocabulary, relaxation: Relaxation, slot: Slot
 ) -> dict[str, Tensor]:
-    """Forms that are made from distributions, each (R, N, d) in the LM's dtype."""
-    lm, matrix = vocabulary.lm, vocabulary.matrix
-    logits, tau = [relaxation.logits], relaxation.tau[None]
-    seed = slot.noise_seed("forms of the prompt")
-    columns = relaxation.hard_columns(HARD_SAMPLES, seed)
-    prompts = {
-        "softmax": soft_embedding(logits, tau, matrix)[0],
-        BEST_OF_SAMPLES: lm.embed(vocabulary.ids(columns)),
-    }
+    """Forms that are mixtures of tokens, each (1, N, d) in the LM's dtype."""
+    matrix, logits, tau = vocabulary.matrix, [relaxation.logits], relaxation.tau[None]
+    prompts = {"softmax": soft_embedding(logits, tau, matrix)[0]}
     if relaxation.estimator is not None:
         sampler = PromptSampler(relaxation.estimator, num_samples=1)
-        prompts["gumbel_sample"] = sampler(logits, tau, matrix, [seed])[0]
-    return {form: embeds.to(lm.dtype) for form, embeds in prompts.items()}
+        prompts["gumbel_sample"] = sampler(logits, tau, matrix, [_seed(slot)])[0]
+    return {form: embeds.to(vocabulary.lm.dtype) for form, embeds in prompts.items()}
+
+
+def _seed(slot: Slot) -> int:
+    return slot.noise_seed("forms of the prompt")
 
 
 def _random_ids(vocabulary: Vocabulary, length: int, slot: Slot) -> Tensor:
@@ -174,19 +182,24 @@ def _without_prompt(
                 ids = (lm.bos_id, *ids)
             except InputError:  # the LM has neither BoS nor EoS
                 return None
-        embeds = lm.embed(torch.tensor([ids], device=lm.device))
+        ids = ids_with_reasoning(lm, ids, example.frame.reasoning)
+        prompt_ids = torch.tensor([ids], device=lm.device)
         alone = Target(example.id, example.ids, example.text)
-        said += _decode(lm, embeds, alone, prompt_bos=False)
+        said += _decode(lm, lm.embed(prompt_ids), prompt_ids, alone, prompt_bos=False)
     greedy_ids, forced_ids = ([i for ids in part for i in ids] for part in zip(*said, strict=True))
     return greedy_ids, forced_ids
 
 
 def _decode(
-    lm: FrozenLM, embeds: Tensor, target: Target, prompt_bos: bool
+    lm: FrozenLM, embeds: Tensor, reasoned_ids: Tensor, target: Target, prompt_bos: bool
 ) -> list[tuple[list[int], list[int]]]:
-    """What the LM says to each prompt under each of `DECODES`: (R, N, d) to R pairs."""
-    examples: list[Example] = [example for _ in embeds for example in target.readings]
+    """What the LM says to each prompt under each of `DECODES`: (R, N, d) to R pairs.
+
+    Where it reasons before, it does so after discrete prompts, (R, N).
+    """
+    readings: list[Example] = [example for _ in embeds for example in target.readings]
     owners = [row for row in range(len(embeds)) for _ in target.readings]
+    examples = complete_examples(lm, reasoned_ids[owners].tolist(), readings, prompt_bos)
     layout = lay_out(lm, examples, embeds.shape[1], prompt_bos)
     outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in embeds]
 

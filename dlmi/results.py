@@ -38,6 +38,8 @@ class ReadExample:
         output_text: The same as text.
         lcs: Honest LCS ratio of that.
         exact: Whether it is the target, token for token.
+        reasoning_ids: What the LM wrote before that, where it was to reason first.
+        reasoning_text: The same as text; the trigger, which is in `frame`, comes after it.
     """
 
     id: str
@@ -49,6 +51,8 @@ class ReadExample:
     output_text: str
     lcs: float
     exact: bool
+    reasoning_ids: tuple[int, ...] = ()
+    reasoning_text: str = ""
 
     @property
     def example(self) -> Example:

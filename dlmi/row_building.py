@@ -60,8 +60,8 @@ def build_row(
         )
         if target.shared is not None and target.shared.held_out:
             others = target.with_examples(target.shared.held_out)
-            output_ids, _ = read_alone(lm, best.prompt_ids, others, prompt_bos)
-            held_out = _read(lm, best.prompt_ids, others, output_ids)
+            output_ids, _, written = read_alone(lm, best.prompt_ids, others, prompt_bos)
+            held_out = _read(lm, best.prompt_ids, others, output_ids, written)
     return Inversion(
         target_id=target.id,
         k=target.k,
@@ -101,7 +101,9 @@ def build_row(
         frame=frame,
         full_ids=full_ids,
         full_text=lm.decode(full_ids) if full_ids else "",
-        examples=_read(lm, best.prompt_ids, target, best.output_ids) if target.examples else (),
+        examples=_read(lm, best.prompt_ids, target, best.output_ids, best.reasoning_ids)
+        if target.examples
+        else (),
         held_out=held_out,
         **environment,
     )
@@ -112,9 +114,14 @@ def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
 
 
 def _read(
-    lm: FrozenLM, prompt_ids: tuple[int, ...], target: Target, output_ids: Sequence[int]
+    lm: FrozenLM,
+    prompt_ids: tuple[int, ...],
+    target: Target,
+    output_ids: Sequence[int],
+    reasoning_ids: tuple[tuple[int, ...], ...],
 ) -> tuple[ReadExample, ...]:
     """How a prompt did on each example of a target, from what the LM said to all of them."""
+    written = reasoning_ids or ((),) * len(target.readings)
     return tuple(
         ReadExample(
             id=example.id,
@@ -126,6 +133,10 @@ def _read(
             output_text=lm.decode(said_ids),
             lcs=lcs_ratio(example.ids, said_ids),
             exact=said_ids == example.ids,
+            reasoning_ids=before,
+            reasoning_text=lm.decode(before) if before else "",
         )
-        for example, said_ids in zip(target.readings, target.split(output_ids), strict=True)
+        for example, said_ids, before in zip(
+            target.readings, target.split(output_ids), written, strict=True
+        )
     )

@@ -82,6 +82,8 @@ class Slot:
         is_promising: Set by a method that has just seen its discrete prompt succeed: evaluate now.
         failure: Why it cannot go on, such as a loss that is not a number.
         diagnostics: The method's numbers per position, at the latest evaluation.
+        reasoned_ids: The discrete prompt that the LM has written its reasoning after.
+        reasoning: What it wrote, by the id of the example.
         memory: What else a method keeps per target between steps; plain values and tensors.
     """
 
@@ -102,6 +104,8 @@ class Slot:
     is_promising: bool = False
     failure: str | None = None
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
+    reasoned_ids: tuple[int, ...] = ()
+    reasoning: dict[str, tuple[int, ...]] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -121,11 +125,20 @@ class Slot:
         """The target as a step reads it: with its own few examples where many share the prompt.
 
         Which ones they are depends on the slot's seed and on the step alone. All examples have
-        their turn before any has its next.
+        their turn before any has its next. What the LM has written to them is part of them.
 
         Args:
             step: Steps taken before it; by default as many as have been.
         """
+        target = self._with_examples_of(step)
+        if not target.reasons:
+            return target
+        known = self.reasoning
+        return target.with_examples(
+            [e.after(known[e.id]) if e.id in known else e for e in target.readings]
+        )
+
+    def _with_examples_of(self, step: int | None) -> Target:
         shared = self.target.shared
         if shared is None:
             return self.target
@@ -193,6 +206,7 @@ class Slot:
             "last": dataclasses.asdict(self.last) if self.last else None,
             "trace": [dataclasses.asdict(point) for point in self.trace],
             "diagnostics": dict(self.diagnostics),
+            "reasoning": dict(self.reasoning),
             "memory": dict(self.memory),
         }
 

@@ -67,6 +67,11 @@ class Target:
         return (*self.shared.pool, *self.shared.held_out)
 
     @functools.cached_property
+    def reasons(self) -> bool:
+        """Whether the LM writes reasoning of its own before it is to say anything."""
+        return any(example.frame.reasoning is not None for example in self.all_readings)
+
+    @functools.cached_property
     def ids_to_say(self) -> tuple[int, ...]:
         """What the LM is to say anywhere in the run."""
         if self.shared is None:
@@ -88,7 +93,7 @@ class Target:
 
     def longest_row(self, prompt_length: int) -> int:
         """Tokens of a prompt, what is around it and its target, where that is longest."""
-        fixed = (len(e.frame.fixed_ids) + len(e.ids) for e in self.all_readings)
+        fixed = (e.frame.most_tokens + len(e.ids) for e in self.all_readings)
         return prompt_length + max(fixed)
 
     def to_json(self) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def _from_json_line(
     if "ids" not in row:
         made = _from_text(lm, target.text, target.id, where, template, row)
         return dataclasses.replace(made, k=target.k)
-    lm.check_ids([*ids, *(i for e in target.all_readings for i in e.frame.fixed_ids)], where)
+    lm.check_ids([*ids, *(i for e in target.all_readings for i in e.frame.given_ids)], where)
     if template is not None:
         target = dataclasses.replace(target, frame=template.fill(lm, row, where).frame)
     return target if "text" in row else dataclasses.replace(target, text=lm.decode(ids))

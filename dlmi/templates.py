@@ -10,11 +10,11 @@ stand beside, and what cannot keep its tokens there is refused.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlmi.errors import InputError
-from dlmi.frames import Frame
+from dlmi.frames import Frame, Reasoning
 from dlmi.lm import FrozenLM
 
 _PART = re.compile(r"\{\{|\}\}|\{(?P<name>\w+)(?::(?P<length>\d+))?\}|(?P<stray>[{}])")
@@ -30,24 +30,33 @@ class FilledTemplate:
 
     Attributes:
         frame: Its tokens.
-        tail: The text after the last slot.
+        tail: The text after the last slot, or the trigger that comes after everything.
+        setting: What the tail was made from, as errors call it.
     """
 
     frame: Frame
     tail: str
+    setting: str = "data.template"
+
+    def with_reasoning(self, lm: FrozenLM, max_tokens: int, trigger: str) -> "FilledTemplate":
+        """The same where the LM first reasons itself, and the trigger is put behind that."""
+        reasoning = Reasoning(max_tokens, trigger, tuple(lm.encode(trigger)))
+        return FilledTemplate(replace(self.frame, reasoning=reasoning), trigger, "data.trigger")
 
     def continuation_ids(self, lm: FrozenLM, text: str, where: str) -> tuple[int, ...]:
         """Ids of a text that follows the template, as the tokenizer reads them there."""
         if not self.tail:
             return tuple(lm.encode(text))
-        before, after = _after_neighbour(lm, self.tail, self.frame.pieces[-1]), text
+        reasoning = self.frame.reasoning
+        tail_ids = self.frame.pieces[-1] if reasoning is None else reasoning.trigger_ids
+        before, after = _after_neighbour(lm, self.tail, tail_ids), text
         together = lm.encode(before + after)
         start = len(lm.encode(before))
         if together[:start] != lm.encode(before):
             raise InputError(
-                f"Expected the end of `data.template` and {where} to keep their tokens side by "
+                f"Expected the end of `{self.setting}` and {where} to keep their tokens side by "
                 f"side, but {self.tail[-12:]!r} and {text[:12]!r} are read as other tokens "
-                "together. Move a space or a new line from the end of the template to the start "
+                "together. Move a space or a new line from the end of the former to the start "
                 "of the target, or give the target as `ids`."
             )
         return tuple(together[start:])

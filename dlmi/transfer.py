@@ -22,6 +22,7 @@ from rich.text import Text
 from dlmi.display import visible
 from dlmi.errors import InputError
 from dlmi.evaluation import say
+from dlmi.frames import Reasoning
 from dlmi.lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.models import load_lm, load_tokenizer
@@ -146,10 +147,11 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
                 f"Expected row {row.target_id} to have a prompt and a target of tokens."
             )
         wanted.append(target_ids)
-        from_text.append(_say(lm, row, lm.encode(full_text), len(target_ids)))
+        reasoning = example.frame.reasoning
+        from_text.append(_say(lm, row, lm.encode(full_text), len(target_ids), reasoning))
         if not as_text:
             lm.check_ids([*full_ids, *target_ids], f"row {row.target_id}")
-            from_ids.append(_say(lm, row, full_ids, len(target_ids)))
+            from_ids.append(_say(lm, row, full_ids, len(target_ids), reasoning))
     return Transfer(
         target_id=row.target_id,
         seed=row.seed,
@@ -171,16 +173,23 @@ def _mean_lcs(wanted: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]]
     return sum(ratios) / len(ratios)
 
 
-def _say(lm: FrozenLM, row: Inversion, prompt_ids: Sequence[int], length: int) -> tuple[int, ...]:
+def _say(
+    lm: FrozenLM,
+    row: Inversion,
+    prompt_ids: Sequence[int],
+    length: int,
+    reasoning: Reasoning | None,
+) -> tuple[int, ...]:
     """The greedy decode of one prompt that must fit into the model's positions."""
     prompt_bos = bool(row.settings.get("prompt_bos", False))
     limit = lm.max_positions
-    if limit is not None and prompt_bos + len(prompt_ids) + length > limit:
+    between = reasoning.max_tokens + len(lm.encode(reasoning.trigger)) if reasoning else 0
+    if limit is not None and prompt_bos + len(prompt_ids) + between + length > limit:
         raise InputError(
             f"Expected row {row.target_id} to fit into the {limit} positions of {lm.name}, but "
             f"prompt and target have {len(prompt_ids)} and {length} tokens."
         )
-    return say(lm, prompt_ids, length, prompt_bos)
+    return say(lm, prompt_ids, length, prompt_bos, reasoning)
 
 
 def transfer_table(rows: Sequence[Inversion], tried: Sequence[Transfer]) -> Table:

@@ -178,20 +178,25 @@ def test_every_method_learns_one_prompt_for_all(make_shared_method, data, fit, s
     assert Inversion.from_json(json.loads(row.to_json_line())) == row
 
 
-def test_resume_of_a_shared_prompt(make_shared_method, data, fit, shared, tmp_path):
-    expected = fit(make_shared_method(), data(**shared))
-    options = {"enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
+def assert_resumes(make_method, make_data, fit, folder):
+    """A run that is stopped after five steps ends as one that is not."""
+    expected = fit(make_method(), make_data())
+    options = {"enable_checkpointing": True, "default_root_dir": folder}
     stop = [ResultWriter(), RunCheckpoint(), StopAfter(5)]
-    fit(make_shared_method(), data(**shared), callbacks=stop, **options)
+    fit(make_method(), make_data(), callbacks=stop, **options)
     fit(
-        make_shared_method(),
-        data(**shared),
-        ckpt_path=tmp_path / "run" / "checkpoints" / "last.ckpt",
+        make_method(),
+        make_data(),
+        ckpt_path=folder / "checkpoints" / "last.ckpt",
         callbacks=[ResultWriter(), RunCheckpoint()],
         **options,
     )
-    rows = {row.target_id: row for row in read_rows(tmp_path / "run")}
+    rows = {row.target_id: row for row in read_rows(folder)}
     assert comparable(rows) == comparable(expected)
+
+
+def test_resume_of_a_shared_prompt(make_shared_method, data, fit, shared, tmp_path):
+    assert_resumes(make_shared_method, lambda: data(**shared), fit, tmp_path / "run")
 
 
 def test_rows_per_pass_changes_no_result(make_shared_method, data, fit, shared):

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dlmi.callbacks.base import InversionCallback
 from dlmi.display import clock, marked_output, summary_table, visible
+from dlmi.prompt_engineering.score_hint import score_hint
 
 if TYPE_CHECKING:
     from dlmi.inverter import Inverter
@@ -131,10 +132,13 @@ class InversionProgress(InversionCallback, ProgressBar):
             self._bar = None
 
     def teardown(self, trainer: Trainer, pl_module: "Inverter", stage: str) -> None:  # type: ignore[override]
-        """The table per difficulty."""
+        """The table per difficulty; for a prompt to questions, how to count what it answers."""
         self.on_train_end(trainer, pl_module)
         if self._enabled and pl_module.finished:
             self.console.print(summary_table(pl_module.finished))
+            if pl_module.data.questions is not None and trainer.loggers:
+                hint = score_hint(pl_module.data, pl_module.folder)
+                self.console.print(f"how many questions it answers: {hint}", **_AS_IS)
 
     @staticmethod
     def _left(module: "Inverter") -> float:

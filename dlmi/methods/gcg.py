@@ -205,6 +205,8 @@ class GCG(Inverter):
         if self.init == "x" and self.vocabulary.allows(x_id, slot.target):
             columns[0] = self.vocabulary.columns(columns.new_tensor(x_id))
         columns = self.vocabulary.columns(self.mended(slot, self.vocabulary.ids(columns)))
+        if slot.target.reasons:
+            self.judge.reason([slot], self.vocabulary.ids(columns[:1]))
         losses, _ = self._score(slot, slot.target_at(), columns[0], columns)
         best = int(losses.argmin())
         slot.memory["loss"] = float(losses[best])

@@ -19,7 +19,7 @@ from dlmi.models import PACKAGED, load_lm
 from dlmi.placement import DType
 from dlmi.prompt_engineering.baselines import changes, score_each
 from dlmi.prompt_engineering.examples import PACKAGED_EXAMPLES, Split, load_examples
-from dlmi.prompt_engineering.scoring import Accuracy, Decoding
+from dlmi.prompt_engineering.scoring import TRIGGER, Accuracy, Decoding
 from dlmi.prompt_engineering.template import DEFAULT_TEMPLATE, QuestionTemplate
 from dlmi.results import read_rows
 
@@ -102,7 +102,8 @@ def _parser() -> ArgumentParser:
         default=False,
         help="Let the LM write its reasoning first, then put the trigger behind it.",
     )
-    add("--trigger", type=str, default="\\n####", help="The trigger; \\n is a new line.")
+    usual = TRIGGER.replace("\n", "\\n")
+    add("--trigger", type=str, default=usual, help="The trigger; \\n is a new line.")
     add("--max_reasoning_tokens", type=int, default=96, help="Tokens of the reasoning at most.")
     add("--batch_size", type=int, default=16, help="Questions decoded side by side.")
     add("--draws", type=int, default=3, help="Random prompts to compare with.")

@@ -18,7 +18,7 @@ from dlmi.prompt_engineering.answers import MARK, normalise
 
 Split = Literal["train", "test"]
 PACKAGED_EXAMPLES = "sums"
-_HUB_MARK = "hub:"
+HUB_MARK = "hub:"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def load_examples(
         folder = importlib.resources.files("dlmi.prompt_engineering") / "data"
         with importlib.resources.as_file(folder / f"{PACKAGED_EXAMPLES}_{split}.jsonl") as path:
             examples = read_examples(path)
-    elif source.startswith(_HUB_MARK):
-        examples = _read_hub(source.removeprefix(_HUB_MARK), split)
+    elif source.startswith(HUB_MARK):
+        examples = _read_hub(source.removeprefix(HUB_MARK), split)
     else:
         examples = read_examples(Path(source).expanduser())
     if limit is not None and limit < 1:
@@ -78,7 +78,7 @@ def read_examples(path: Path) -> list[Example]:
     except OSError as error:
         raise InputError(
             f"Expected `examples` to be `{PACKAGED_EXAMPLES}`, a JSONL file or "
-            f"`{_HUB_MARK}NAME`, but got {path} ({error.strerror})."
+            f"`{HUB_MARK}NAME`, but got {path} ({error.strerror})."
         ) from error
     rows = []
     for number, line in lines:
@@ -118,6 +118,6 @@ def _read_hub(name: str, split: Split) -> list[Example]:
     except Exception as error:  # no network, no such name, other columns: whatever it comes up with
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"Expected `{_HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
+            f"Expected `{HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
             f"`answer` in each row, but {first}. A JSONL file needs no network."
         ) from error
