@@ -10,7 +10,7 @@ from test_cli import CONFIGS, run
 from test_contracts import assert_same
 from test_shared_prompts import assert_resumes
 
-from dlmi import InputError, Target
+from dlmi import InputError, Target, TargetDataModule
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts, pasted_lcs, read_alone
 from dlmi.framed_targets import fingerprint_targets, share_head, share_prompt
@@ -82,7 +82,8 @@ def written_by_hand(lm, example, prompt_ids, bos_ids=()):
 
 def prefix_by_hand(lm, example, prompt_ids, bos_ids=()):
     said = written_by_hand(lm, example, prompt_ids, bos_ids)
-    return [*bos_ids, *example.frame.full_ids(prompt_ids), *said, *REASONING.trigger_ids]
+    trigger_ids = example.frame.reasoning.trigger_ids
+    return [*bos_ids, *example.frame.full_ids(prompt_ids), *said, *trigger_ids]
 
 
 def loss_by_hand(lm, example, prompt_ids, bos_ids=()):
@@ -356,3 +357,29 @@ def test_settings_that_do_not_go_together_are_refused(data, two_stages, tmp_path
     answers = data(**two_stages, answer=" w2 {final} w3")
     answers.load()
     assert answers.targets[0].examples[0].text == " w2 w4 w3"
+
+
+@pytest.mark.real
+def test_the_packaged_model_reasons_about_packaged_questions():
+    """Words before the answer, and the loss that the model itself gives by hand."""
+    data = TargetDataModule(
+        questions="sums",
+        max_questions=2,
+        template="{question}{slot}",
+        chat=True,
+        shared=True,
+        reasoning="own",
+        reasoning_tokens=12,
+        trigger="\\n#### ",
+        answer="{final}",
+    )
+    data.load()
+    lm, [target] = data.lm, data.targets
+    prompt_ids = tuple(lm.encode(" Answer in one short sentence."))
+    slot = Slot.open(0, target, 0, CPU)
+    Judge(lm, prompt_bos=False).reason([slot], torch.tensor([prompt_ids]))
+    assert all(len(lm.decode(said).split()) > 3 for said in slot.reasoning.values())
+    embeds = lm.embed(torch.tensor(prompt_ids))[None, None]
+    losses, _ = target_pass(lm, [slot], embeds, "cross_entropy")
+    expected = sum(loss_by_hand(lm, example, prompt_ids) for example in target.readings) / 2
+    assert float(losses) == pytest.approx(expected, rel=1e-3)
