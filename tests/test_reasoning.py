@@ -11,6 +11,7 @@ from test_contracts import assert_same
 from test_shared_prompts import assert_resumes
 
 from dlmi import InputError, Target, TargetDataModule
+from dlmi.callbacks.base import InversionCallback
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts, pasted_lcs, read_alone
 from dlmi.framed_targets import fingerprint_targets, share_head, share_prompt
@@ -286,6 +287,37 @@ def test_every_method_learns_through_reasoning(make_shared_method, data, fit, tw
     tried = try_row(lm, row)
     assert (tried.lcs, tried.text_lcs) == (row.lcs, row.round_trip_lcs)
     assert try_row(lm, row, as_text=True).text_lcs == row.round_trip_lcs
+
+
+class StepLossByHand(InversionCallback):
+    """Before each step of GCG, what its loss is to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = []
+
+    def on_step_start(self, trainer, module, slots):
+        [slot] = slots
+        [prompt_ids] = module.prompt_ids(slots).tolist()
+        pool = {e.id: e for e in slot.target.shared.pool}
+        examples = [pool[e.id] for e in slot.target_at().readings]
+        losses = [loss_by_hand(module.lm, example, prompt_ids) for example in examples]
+        self.pairs.append([sum(losses) / len(losses), None])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.pairs[-1][1] = float(pl_module.slots[0].loss)
+
+
+def test_each_step_of_a_run_reasons_with_the_prompt_of_that_step(data, fit, two_stages):
+    by_hand = StepLossByHand()
+    [row] = fit(
+        GCG(**SMALL, search_width=16, topk=8, buffer_size=0),
+        data(**two_stages),
+        callbacks=[by_hand],
+    ).values()
+    assert len(by_hand.pairs) == row.steps > 5
+    for expected, loss in by_hand.pairs:
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_resume_goes_on_with_the_reasoning_it_had(

@@ -102,8 +102,7 @@ def _parser() -> ArgumentParser:
         default=False,
         help="Let the LM write its reasoning first, then put the trigger behind it.",
     )
-    usual = TRIGGER.replace("\n", "\\n")
-    add("--trigger", type=str, default=usual, help="The trigger; \\n is a new line.")
+    add("--trigger", type=str, default=TRIGGER, help="The trigger; \\n is a new line.")
     add("--max_reasoning_tokens", type=int, default=96, help="Tokens of the reasoning at most.")
     add("--batch_size", type=int, default=16, help="Questions decoded side by side.")
     add("--draws", type=int, default=3, help="Random prompts to compare with.")

@@ -36,10 +36,10 @@ def score_hint(data: "TargetDataModule", folder: Path) -> str:
     if not data.template.chat:
         options += ["--chat", "false"]
     if data.reasoning is not None:
-        max_tokens, trigger = data.reasoning
+        max_tokens, trigger = data.reasoning[0], data.reasoning[1].replace("\n", "\\n")
         options += ["--two_stages", "true"]
         if max_tokens != Decoding.max_reasoning_tokens:
             options += ["--max_reasoning_tokens", str(max_tokens)]
         if trigger != TRIGGER:
-            options += ["--trigger", trigger.replace("\n", "\\n")]
+            options += ["--trigger", trigger]
     return f"python -m dlmi score {shlex.join(options)}"

@@ -20,7 +20,7 @@ from dlmi.prompt_engineering.decoding import decode_greedily
 from dlmi.prompt_engineering.examples import Example
 from dlmi.prompt_engineering.template import QuestionTemplate
 
-TRIGGER = "\n####"  # what is usually put behind reasoning
+TRIGGER = "\\n####"  # what is usually put behind reasoning, as an option has it
 _Z95 = 1.959963984540054
 
 
