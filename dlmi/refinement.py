@@ -27,7 +27,7 @@ from dlmi.candidates import score_candidates
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.fluency import Fluency
 from dlmi.passes import StepLosses, target_pass
-from dlmi.round_trip import mend_prompts, round_trips
+from dlmi.round_trip import mend_prompts, surviving
 from dlmi.slots import Slot
 from dlmi.vocabulary import Vocabulary
 
@@ -150,9 +150,7 @@ class Refinement:
         swaps[picks] = _TRIED
         if not self.vocabulary.must_round_trip:
             return candidates
-        rows = self.vocabulary.ids(candidates).tolist()
-        keep = [round_trips(self.vocabulary.lm, row, slot.target) for row in rows]
-        return candidates[torch.tensor(keep, dtype=torch.bool, device=candidates.device)]
+        return candidates[surviving(self.vocabulary, candidates, slot.target)]
 
     def _kick(self, slot: Slot, columns: Tensor) -> None:
         """No promising swap is left: change a few tokens at random and go on from there."""

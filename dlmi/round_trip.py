@@ -31,6 +31,13 @@ def round_trips(lm: FrozenLM, ids: Sequence[int], target: Target | None = None) 
     return lm.encode(lm.decode(full_ids)) == list(full_ids)
 
 
+def surviving(vocabulary: Vocabulary, columns: Tensor, target: Target) -> Tensor:
+    """Which prompts of a target do so: columns (R, N) to a mask (R,)."""
+    rows = vocabulary.ids(columns).tolist()
+    keep = [round_trips(vocabulary.lm, row, target) for row in rows]
+    return torch.tensor(keep, dtype=torch.bool, device=columns.device)
+
+
 def mend_prompts(
     vocabulary: Vocabulary,
     slot: Slot,

@@ -26,7 +26,7 @@ from dlmi.fluency import check_fluency
 from dlmi.inverter import Inverter
 from dlmi.losses import LossName
 from dlmi.passes import StepLosses, target_pass
-from dlmi.round_trip import round_trips
+from dlmi.round_trip import surviving
 from dlmi.slots import Slot
 from dlmi.targets import Target
 from dlmi.token_sets import AllowedTokens
@@ -289,11 +289,10 @@ class GCG(Inverter):
         must_round_trip = self.vocabulary.must_round_trip
         if not (self.filter_ids or must_round_trip):
             return candidates
-        rows = self.vocabulary.ids(candidates).tolist()
-        keep = [round_trips(self.lm, row, target) for row in rows]
-        if not any(keep) and not must_round_trip:
+        keep = surviving(self.vocabulary, candidates, target)
+        if not keep.any() and not must_round_trip:
             return candidates
-        return candidates[torch.tensor(keep, device=candidates.device)]
+        return candidates[keep]
 
     def _set(self, slot: Slot, columns: Tensor) -> None:
         self.Z[slot.index].zero_().scatter_(-1, columns[:, None], 1.0)
