@@ -55,10 +55,11 @@ def _check_lengths(data: TargetDataModule, module: "Inverter") -> None:
     """Slots must hold the prompt, and the LM's positions the whole."""
     prompt_length = module.prompt_length + module.prompt_bos
     for target in data.targets:
-        if target.shared is not None and module.refine_after < 1:
+        if target.shared is not None and not module.can_share_prompts:
             raise InputError(
-                "Expected `model.refine_after` to be 1 with `data.shared: true`, but got "
-                f"{module.refine_after}: its swaps are compared on one target. Leave it out."
+                "Expected `data.shared` to be false with `model.refine_after` below 1 and with "
+                "EchoSearch, whose swaps are compared on one target, but it is true. Choose "
+                "another method, such as GCG."
             )
         for example in target.all_readings:
             example.frame.sizes(module.prompt_length)

@@ -190,7 +190,7 @@ class Inverter(Method):
             if relaxed:
                 step = self.losses(relaxed)
                 _note(relaxed, step)
-                total = step.losses.sum()
+                total = total + step.losses.sum()
             if refined:
                 _note(refined, self.refinement.step(refined))
         self.news.steps += len(slots)

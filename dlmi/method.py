@@ -22,7 +22,7 @@ from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
-from dlmi.refinement import Refinement, check_refinement
+from dlmi.refinement import Refinement, check_refinement, dearest_step
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target
@@ -164,16 +164,25 @@ class Method(LightningModule, ABC):
     @property
     def refinement(self) -> Refinement:
         """The search that follows, where there is one."""
-        return Refinement(self.vocabulary, self.refine_width, self.prompt_bos, self.fluency_term)
+        return Refinement(
+            self.vocabulary,
+            self.refine_width,
+            prompt_bos=self.prompt_bos,
+            fluency=self.fluency_term,
+        )
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether one prompt may be for many examples, a few of them at a step."""
+        return self.refine_after == 1
 
     def dearest_step(self, target_length: int) -> int:
         """Token passes of a step of either kind, at most."""
         relaxed = self.token_passes_per_step(target_length)
         if self.refine_after == 1:
             return relaxed
-        read = self.prompt_length + target_length - 1
-        # The first one scores its start, takes a gradient and tries its swaps.
-        return max(relaxed, 2 * read + 2 * self.prompt_length + (self.refine_width + 1) * read)
+        refined = dearest_step(self.refine_width, self.prompt_length, target_length)
+        return max(relaxed, refined)
 
     def round_of(self, slot: Slot) -> tuple[int, float]:
         """Which round a slot is in by what it has cost, and the share of it that is over."""

@@ -8,10 +8,12 @@ r"""Discrete refinement: the rest of a budget is spent on single swaps of the pr
 A relaxed prompt that works seldom stays whole when it is made discrete: the loss of its argmax is
 far above its own. So any method may hand over its best discrete prompt x at a share of the budget.
 From there each step tries a few swaps of a position i to a token v, drawn from the K that the
-gradient at x promises most of at each position, :math:`g`. The one that lowers the loss most is
-taken. As long as none does, x and so its gradient stay the same: it is not computed again, and no
-swap is tried twice. When all are used up, a few random tokens are changed and the search goes on
-from there; the best prompt is kept in any case.
+gradient at x promises most of at each position, :math:`g`; swaps near the end are drawn more often,
+as fewer tokens have to be read again after them. Those that lower the loss are put together, the
+best two, the best three and so on, and the best of all is taken. As long as none is better, x and
+so its gradient stay the same: it is not computed again, and no swap is tried twice. When all are
+used up, a few random tokens are changed and the search goes on from there; the best prompt is kept
+in any case.
 
 Axes: B slots, N prompt tokens, M target tokens, V tokens a prompt may hold, K swaps per position,
 C candidates.
@@ -33,6 +35,7 @@ from dlmi.vocabulary import Vocabulary
 
 _SWAPS_PER_POSITION = 64
 _TRIED = -1
+_MERGED_SWAPS = 6  # of those that help, at most so many are put together
 _KICKED_SHARE = 0.2  # of the positions, when no promising swap is left
 
 
@@ -44,6 +47,38 @@ def check_refinement(refine_after: float, refine_width: int) -> None:
             f"got {refine_after}."
         )
     check_at_least_one("model", refine_width=refine_width)
+
+
+def dearest_step(width: int, prompt_length: int, target_length: int) -> int:
+    """Token passes of a step, at most: a first one scores its start and takes a gradient."""
+    read = prompt_length + target_length - 1
+    return 2 * read + 3 * prompt_length + (1 + width + _MERGED_SWAPS) * read
+
+
+def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
+    """Put swaps of one prompt together: the first two, the first three, and so on.
+
+    Args:
+        columns: The prompt, (N,).
+        swapped: Copies of it with one token changed, the best first, (C, N). Of those that change
+            the same position, the first counts.
+        most: How many are put together at most.
+
+    Returns:
+        One prompt less than swaps that count, (.., N).
+
+    >>> swapped = torch.tensor([[9, 2, 3], [8, 2, 3], [1, 2, 7]])
+    >>> merge_swaps(torch.tensor([1, 2, 3]), swapped, most=6)
+    tensor([[9, 2, 7]])
+    """
+    merged = columns.clone()
+    merges: list[Tensor] = []
+    for candidate in swapped:
+        is_new = (candidate != columns) & (merged == columns)
+        if is_new.any() and len(merges) < most:
+            merged = torch.where(is_new, candidate, merged)
+            merges.append(merged)
+    return torch.stack(merges[1:]) if len(merges) > 1 else swapped[:0]
 
 
 @dataclass(frozen=True)
@@ -81,6 +116,11 @@ class Refinement:
         """The best prompt of the search, (N,); None before it has begun."""
         columns = slot.memory.get(_key("best_columns"))
         return None if columns is None else self.vocabulary.ids(columns)
+
+    def columns(self, slot: Slot) -> Tensor:
+        """Where the search stands, (N,); it has begun."""
+        columns: Tensor = slot.memory[_key("columns")]
+        return columns
 
     @torch.no_grad()
     def _begin(self, slot: Slot) -> None:
@@ -125,10 +165,18 @@ class Refinement:
         columns = slot.memory[_key("columns")]
         if bool((slot.memory[_key("swaps")] == _TRIED).all()):
             return self._kick(slot, columns)
-        candidates = self._candidates(slot, columns)
+        candidates = self._surviving(slot, self._candidates(slot, columns))
         if len(candidates) == 0:
             return None
         losses, output_ids = self._score(slot, columns, candidates)
+        helps = losses < slot.memory[_key("loss")]
+        by_gain = candidates[helps][losses[helps].argsort()]
+        merged = self._surviving(slot, merge_swaps(columns, by_gain, _MERGED_SWAPS))
+        if len(merged):
+            merged_losses, merged_output_ids = self._score(slot, columns, merged)
+            candidates = torch.cat([candidates, merged])
+            losses = torch.cat([losses, merged_losses])
+            output_ids = torch.cat([output_ids, merged_output_ids])
         target_ids = torch.tensor(slot.target.ids, device=output_ids.device)
         solves = (output_ids == target_ids).all(-1)
         # One that says the target is what is looked for, however likely it is.
@@ -139,16 +187,23 @@ class Refinement:
         return None
 
     def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
-        """Swaps that were not tried yet, drawn at random, (C, N)."""
+        """Random swaps that were not tried yet, those that cost less more often, (C, N)."""
         swaps = slot.memory[_key("swaps")].view(-1)
         untried = (swaps != _TRIED).nonzero()[:, 0]
-        order = torch.rand(len(untried), generator=slot.generator, device=untried.device)
-        picks = untried[order.argsort()[: self.width]]
-        positions = picks // (len(swaps) // len(columns))
-        candidates = columns.repeat(len(picks), 1)
-        candidates[torch.arange(len(picks)), positions] = swaps[picks]
-        swaps[picks] = _TRIED
-        if not self.vocabulary.must_round_trip:
+        positions = untried // (len(swaps) // len(columns))
+        costs = len(columns) - positions + len(slot.target.ids) - 1  # tokens read after a swap
+        # The smallest of exponential draws: without replacement, weighted by 1 / cost.
+        draws = torch.empty(len(untried), device=slot.generator.device)
+        draws = draws.exponential_(generator=slot.generator).to(costs.device) * costs
+        chosen = draws.argsort()[: self.width]
+        candidates = columns.repeat(len(chosen), 1)
+        candidates[torch.arange(len(chosen)), positions[chosen]] = swaps[untried[chosen]]
+        swaps[untried[chosen]] = _TRIED
+        return candidates
+
+    def _surviving(self, slot: Slot, candidates: Tensor) -> Tensor:
+        """Those that survive decoding and encoding, where they must."""
+        if not self.vocabulary.must_round_trip or len(candidates) == 0:
             return candidates
         return candidates[surviving(self.vocabulary, candidates, slot.target)]
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from dlmi import TargetDataModule, load_lm
-from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
+from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA, EchoSearch
 
 WORDS = [f"w{i}" for i in range(28)]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -179,6 +179,8 @@ METHODS = {
     "pez": (PEZ, {"lr": 0.03}),
     "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
     "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
+    "echo_search": (EchoSearch, {"refine_width": 1, "starts": 1}),
+    "echo_search_random": (EchoSearch, {"refine_width": 2, "starts": 3, "start": "random"}),
     "soda_rounds": (SODA, {"reset_every": 25, "round_steps": 5, "refine_after": 0.8}),
     "dlmi_refined": (
         DLMI,
@@ -209,7 +211,7 @@ def make_framed_method(request):
     return _maker(request.param)
 
 
-@pytest.fixture(params=_names("fluency", "refine_after"))
+@pytest.fixture(params=[n for n in _names("fluency", "refine_after") if "echo" not in n])
 def make_shared_method(request):
     """Those that learn one prompt for many examples."""
     return _maker(request.param)

@@ -16,7 +16,7 @@ from dlmi.evaluation import evaluate_prompts
 from dlmi.framed_targets import fingerprint_targets, share_head, share_prompt
 from dlmi.frames import Frame
 from dlmi.losses import target_loss
-from dlmi.methods import DLMI
+from dlmi.methods import DLMI, EchoSearch
 from dlmi.metrics import lcs_ratio
 from dlmi.passes import target_pass
 from dlmi.results import Inversion, read_rows
@@ -248,6 +248,8 @@ def test_settings_that_do_not_go_together_are_refused(data, fit, shared, tmp_pat
             data(**{**shared, name: 0})
     with pytest.raises(InputError, match="refine_after"):
         fit(DLMI(**SMALL, refine_after=0.5), data(**shared))
+    with pytest.raises(InputError, match="EchoSearch"):
+        fit(EchoSearch(**SMALL), data(**shared))
     with pytest.raises(InputError, match="GradientStudy"):
         fit(DLMI(**SMALL), data(**shared), callbacks=[GradientStudy(["gs_tau1"])])
 
