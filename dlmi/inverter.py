@@ -160,7 +160,6 @@ class Inverter(Method):
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self.news.exchange(self)
         self._settle()
-        self._begin_rounds()
         if not self.active:
             self.news.exchange(self, until=lambda: self.ranks.others_have_left)
         if self.active and not self.stop_requested:
@@ -253,17 +252,6 @@ class Inverter(Method):
                     self._finished_ids.add(slot.target.id)
                     self._refill(slot.index)
             self._clock = time.perf_counter()  # measuring what is done costs the others nothing
-
-    def _begin_rounds(self) -> None:
-        """Let slots whose round is over start anew; what they found is measured before."""
-        over = [slot for slot in self.active if self.round_of(slot)[0] > slot.round]
-        unseen = [slot for slot in over if slot.last is None or slot.last.step < slot.step]
-        if unseen:
-            self.judge.evaluate(unseen, self._current_ids(unseen))
-        for slot in over:
-            slot.round = self.round_of(slot)[0]
-            slot.memory.clear()
-            self._start(slot)
 
     def _start(self, slot: Slot) -> None:
         with torch.no_grad():

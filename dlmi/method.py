@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlmi.data import TargetDataModule
-from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.errors import InputError, check_positive
 from dlmi.fluency import Fluency
 from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
@@ -41,8 +41,7 @@ class Method(LightningModule, ABC):
         forbid_target_tokens: What it may not hold of its target.
         fluency: Weight of the penalty on unlikely prompts; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers.
-        round_steps: What one start may cost, in steps; None for the whole budget.
-        refine_after: Share of a round after which the best discrete prompt is refined.
+        refine_after: Share of the budget after which the best discrete prompt is refined.
         refine_width: Swaps that a step of the refinement tries.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
@@ -57,7 +56,6 @@ class Method(LightningModule, ABC):
     Z: nn.ParameterList
     fluency: float = 0.0
     norm_gradient_scale: float = 1.0
-    round_steps: int | None = None
     refine_after: float = 1.0
     refine_width: int = 16
     _vocabulary: Vocabulary | None = None
@@ -154,12 +152,10 @@ class Method(LightningModule, ABC):
         check_positive("model", norm_gradient_scale=factor)
         self.norm_gradient_scale = factor
 
-    def set_rounds(self, steps: int | None, refine_after: float, refine_width: int) -> None:
-        """Start anew after a number of steps, and refine the best prompt at a share of a round."""
-        if steps is not None:
-            check_at_least_one("model", round_steps=steps)
+    def set_refinement(self, refine_after: float, refine_width: int) -> None:
+        """Refine the best prompt from a share of the budget on."""
         check_refinement(refine_after, refine_width)
-        self.round_steps, self.refine_after, self.refine_width = steps, refine_after, refine_width
+        self.refine_after, self.refine_width = refine_after, refine_width
 
     @property
     def refinement(self) -> Refinement:
@@ -184,20 +180,9 @@ class Method(LightningModule, ABC):
         refined = dearest_step(self.refine_width, self.prompt_length, target_length)
         return max(relaxed, refined)
 
-    def round_of(self, slot: Slot) -> tuple[int, float]:
-        """Which round a slot is in by what it has cost, and the share of it that is over."""
-        of_budget = self.budget.share_used(slot)
-        if self.round_steps is None:
-            return 0, of_budget
-        cost = self.round_steps * self.token_passes_per_step(len(slot.target.ids))
-        rounds = slot.token_passes / cost
-        if of_budget > rounds:  # the budget ends before the first round does
-            return 0, of_budget
-        return int(rounds), rounds % 1
-
     def is_refined(self, slot: Slot) -> bool:
-        """Whether a slot is past its relaxation, in its round."""
-        return self.refine_after < 1 and self.round_of(slot)[1] >= self.refine_after
+        """Whether a slot is past its relaxation."""
+        return self.refine_after < 1 and self.budget.share_used(slot) >= self.refine_after
 
     @property
     def judge(self) -> Judge:

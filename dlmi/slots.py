@@ -70,7 +70,6 @@ class Slot:
         generator: Its own random numbers, seeded from the run's seed and the target's id.
         noise_key: The same for noise that is made from counters.
         step: Optimisation steps taken.
-        round: Starts before the present one.
         seconds: Wall time spent in the slot.
         forward_tokens: Tokens sent forward through the LM, evaluations included.
         backward_tokens: Tokens sent backward through the LM.
@@ -92,7 +91,6 @@ class Slot:
     generator: torch.Generator
     noise_key: int
     step: int = 0
-    round: int = 0
     seconds: float = 0.0
     forward_tokens: int = 0
     backward_tokens: int = 0

@@ -181,7 +181,7 @@ METHODS = {
     "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
     "echo_search": (EchoSearch, {"refine_width": 1, "starts": 1}),
     "echo_search_random": (EchoSearch, {"refine_width": 2, "starts": 3, "start": "random"}),
-    "soda_rounds": (SODA, {"reset_every": 25, "round_steps": 5, "refine_after": 0.8}),
+    "soda_refined": (SODA, {"reset_every": 25, "refine_after": 0.8}),
     "dlmi_refined": (
         DLMI,
         {"num_samples": 2, "norm_gradient_scale": 0.85, "refine_after": 0.5, "lr": 0.4},

@@ -18,7 +18,7 @@ from dlmi.invert_text.request import AUTO_LENGTHS
 from dlmi.invert_text.screen import SearchScreen, print_found
 
 EASY = "w9 w9"  # four tokens suffice
-LONGER = "w7 w20"  # four do not, within these steps
+LONGER = "w30 w4 w17"  # four do not, within these steps
 HARD = "w1 w2 w9 w9 w9 w8"
 FAST = {"steps": 120, "refine_width": 16}
 
@@ -60,7 +60,7 @@ def test_a_text_gives_a_prompt_that_works_and_nothing_else(tiny, capfd):
     assert found.prompt_length == 4
     assert say(tiny, found.prompt_ids, 2) == found.row.target_ids
     assert say(tiny, tiny.encode(found.prompt_text), 2) == found.row.target_ids
-    assert (found.row.stop_reason, found.row.method) == ("solved", "ADC")
+    assert (found.row.stop_reason, found.row.method) == ("solved", "EchoSearch")
     assert capfd.readouterr() == ("", "")
 
 
@@ -138,7 +138,7 @@ def test_prompts_without_the_words_of_the_text(tiny):
         ({"text": ["w1", ""]}, "texts\\[1\\]"),
         ({"lm": 3}, "a pair \\(model, tokenizer\\), but got int"),
         ({"seconds": 0}, "`seconds` to be positive"),
-        ({"temperature": 1}, "options of ADC .*but got 'temperature'"),
+        ({"temperature": 1}, "options of EchoSearch .*but got 'temperature'"),
         ({"prompt_length": 63}, "at most 64"),
     ],
 )

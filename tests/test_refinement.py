@@ -11,7 +11,7 @@ from dlmi import InputError
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts
 from dlmi.methods import ADC, DLMI, GBDA, PEZ, REINFORCE, SODA
-from dlmi.refinement import Refinement
+from dlmi.refinement import Refinement, merge_swaps
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
 from dlmi.targets import Target
@@ -83,10 +83,77 @@ def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeyp
     slot = opened(tiny, [4, 5, 6])
     for _ in range(12):
         search.step([slot])
-    swaps = [(prompt, candidate) for prompt, candidate in seen if prompt != candidate]
+    changes = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in seen]
+    swaps = [pair for pair, count in zip(seen, changes, strict=True) if count == 1]
     assert len(swaps) == 60
     assert len(set(swaps)) == len(swaps)
-    assert all(sum(a != b for a, b in zip(*pair, strict=True)) == 1 for pair in swaps)
+    assert max(changes) > 1  # those that help are put together
+
+
+def test_a_step_takes_the_best_of_swaps_and_merges(tiny, vocabulary, monkeypatch):
+    """Merges are made of swaps that help, and one of them is taken where it is better still."""
+    scored = []
+
+    def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
+        result = score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
+        scored.append((candidate_ids.tolist(), result[0].tolist()))
+        return result
+
+    search = Refinement(vocabulary, width=24)
+    slot = opened(tiny, [4, 5, 6, 7, 8, 9])
+    search._begin(slot)
+    monkeypatch.setattr("dlmi.refinement.score_candidates", watched)
+    merges_taken = 0
+    for _ in range(6):
+        before = vocabulary.ids(search.columns(slot)).tolist()
+        loss_before = slot.memory["refined_loss"]
+        scored.clear()
+        [loss] = search.step([slot]).losses.tolist()
+        (single, single_losses), *merged = scored
+        best = min([loss_before, *single_losses, *(x for _, losses in merged for x in losses)])
+        assert loss == pytest.approx(best)
+        helping = {
+            (i, row[i])
+            for row, value in zip(single, single_losses, strict=True)
+            for i in range(6)
+            if row[i] != before[i] and value < loss_before
+        }
+        for rows, losses in merged:
+            for row, value in zip(rows, losses, strict=True):
+                changed = {(i, row[i]) for i in range(6) if row[i] != before[i]}
+                assert len(changed) > 1
+                assert changed <= helping
+                merges_taken += value == best and value < min(single_losses)
+    assert merges_taken > 0
+
+
+def test_swaps_that_cost_less_are_drawn_more_often(tiny, vocabulary):
+    """In proportion to 1 / tokens read after them: first draws, against their frequencies."""
+    search = Refinement(vocabulary, width=1)
+    slot = opened(tiny, [4, 5, 6])
+    search._begin(slot)
+    search._propose([slot])
+    swaps, counts = slot.memory["refined_swaps"].clone(), torch.zeros(3)
+    here = search.columns(slot)
+    draws = 4000
+    for _ in range(draws):
+        slot.memory["refined_swaps"] = swaps.clone()
+        [candidate] = search._candidates(slot, here)
+        counts += candidate != here
+    weights = 1 / (3 - torch.arange(3) + len(TARGET.ids) - 1)
+    expected = weights / weights.sum()
+    assert counts.sum() == draws
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert ((counts / draws - expected).abs() < 4 * deviation).all()
+
+
+def test_merging_with_nothing_to_merge_gives_nothing():
+    prompt = torch.tensor([1, 2, 3])
+    assert len(merge_swaps(prompt, prompt[None][:0], 6)) == 0
+    assert len(merge_swaps(prompt, torch.tensor([[9, 2, 3]]), 6)) == 0
+    rows = torch.tensor([[9, 2, 3], [1, 8, 3], [1, 2, 7]])
+    assert merge_swaps(prompt, rows, 6).tolist() == [[9, 8, 3], [9, 8, 7]]
+    assert merge_swaps(prompt, rows, 2).tolist() == [[9, 8, 3]]
 
 
 def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, monkeypatch):
@@ -186,58 +253,12 @@ def test_several_slots_give_the_rows_of_one(data, fit):
     assert_same(fit(ADC(**options), data(batch_size=4)), expected)
 
 
-# ---- rounds
-
-
-class Rounds(LossCurve):
-    """Of the first slot after each step: the round, Z, and whether it is being refined."""
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        slot = pl_module.slots[0]
-        refined = "refined_columns" in slot.memory
-        self.losses.append((slot.round, pl_module.Z[0].detach().clone(), refined))
-
-
-def test_a_round_starts_anew_and_the_best_of_all_is_kept(data, fit):
-    curve = Rounds()
-    model = SODA(**{**SMALL, "steps": 24}, round_steps=8, refine_after=0.5, refine_width=4)
-    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve]).values()
-    rounds, states, refined = zip(*curve.losses, strict=True)
-    assert sorted(rounds) == list(rounds)
-    assert {0, 1, 2} <= set(rounds)
-    firsts = [rounds.index(number) for number in (0, 1, 2)]
-    for first in firsts:
-        torch.testing.assert_close(states[first], states[0])  # zeros, and one step from there
-        assert not refined[first]
-        assert not torch.equal(states[first + 1], states[first])
-    assert all(refined[first - 1] for first in firsts[1:])
-    assert row.lcs == max(point.lcs for point in row.trace)
-    assert row.discrete_loss <= min(p.discrete_loss for p in row.trace if p.lcs == row.lcs)
-
-
-def test_what_a_round_found_is_measured_before_the_next(data, fit):
-    """Though no evaluation is due then."""
-    model = SODA(**{**SMALL, "steps": 10, "eval_every": 100}, round_steps=4)
-    [row] = fit(model, data(batch_size=1, per_k=1, k=(13,))).values()
-    assert [point.step for point in row.trace] == [0, 4, 8, 10]
-
-
-def test_a_budget_that_is_smaller_than_a_round_is_the_round(data, fit):
-    curve = Rounds()
-    model = SODA(**{**SMALL, "steps": 10}, round_steps=1000, refine_after=0.5)
-    fit(model, data(batch_size=1, per_k=1, k=(13,)), callbacks=[curve])
-    rounds, _, refined = zip(*curve.losses, strict=True)
-    assert set(rounds) == {0}
-    assert refined == (False,) * 5 + (True,) * 5
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"refine_after": -0.1}, "`model.refine_after` to be a share"),
         ({"refine_after": 1.5}, "`model.refine_after` to be a share"),
         ({"refine_width": 0}, "`model.refine_width`"),
-        ({"round_steps": 0}, "`model.round_steps`"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

@@ -65,7 +65,9 @@ def _parser() -> CommandParser:
         help="Tokens of the prompt; `auto` tries 4, 8, 16 and 32, each with its share of the "
         "budget, until one works.",
     )
-    parser.add_argument("--method", type=str, default="ADC", help="A method, as `fit`'s `model`.")
+    parser.add_argument(
+        "--method", type=str, default="EchoSearch", help="A method, as `fit`'s `model`."
+    )
     parser.add_argument(
         "--options", type=dict[str, Any], default={}, help="Its options: '{\"search_width\": 128}'."
     )

@@ -27,7 +27,7 @@ def invert(
     text: str | Sequence[str],
     *,
     prompt_length: int | Literal["auto"] = "auto",
-    method: str = "ADC",
+    method: str = "EchoSearch",
     seconds: float | None = None,
     steps: int | None = None,
     restarts: int = 1,

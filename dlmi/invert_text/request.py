@@ -18,19 +18,16 @@ AUTO_LENGTHS = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
 
 # Where a method's defaults, which are the published ones, are too slow for minutes: cheap steps,
-# and a decode after a few of them. ADC runs as configs/dlmi_plus.yaml has it. GCG that keeps its
-# prompt unless a candidate is better gets stuck when it sees few of them, so it takes the best even
-# if that is worse.
+# and a decode after a few of them. GCG that keeps its prompt unless a candidate is better gets
+# stuck when it sees few of them, so it takes the best even if that is worse.
 _FOR_SMALL_BUDGETS: Mapping[str, Mapping[str, Any]] = {
+    "EchoSearch": {},
     "GCG": {"search_width": 64, "topk": 64, "buffer_size": 0, "eval_every": 4},
     "ADC": {
         "restarts": 1,
         "momentum": 0.97,
         "ema_rate": 0.05,
         "norm_gradient_scale": 0.85,
-        "round_steps": 300,
-        "refine_after": 0.7,
-        "refine_width": 32,
         "eval_every": 8,
     },
     "DLMI": {"tau0": 1.0, "num_samples": 1, "lr": 0.3, "eval_every": 4},
@@ -63,7 +60,7 @@ class SearchRequest:
 
     texts: Sequence[str]
     prompt_length: int | Literal["auto"] = "auto"
-    method: str = "ADC"
+    method: str = "EchoSearch"
     seconds: float | None = None
     steps: int | None = None
     restarts: int = 1

@@ -85,9 +85,7 @@ class ADC(Inverter):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
-        round_steps: Start anew again and again, each time for what this many steps cost; the best
-            prompt of all rounds is kept. Unset: one round takes the whole budget.
-        refine_after: Share of a round after which its best discrete prompt is refined by single
+        refine_after: Share of the budget after which the best discrete prompt is refined by
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
         seed: With the target's id it fixes the starts. On the command line: `seed_everything`.
@@ -108,7 +106,6 @@ class ADC(Inverter):
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
-        round_steps: int | None = None,
         refine_after: float = 1.0,
         refine_width: int = 16,
         seed: int = 0,
@@ -124,7 +121,7 @@ class ADC(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_rounds(round_steps, refine_after, refine_width)
+        self.set_refinement(refine_after, refine_width)
         check_at_least_one("model", restarts=restarts)
         check_positive("model", lr=lr)
         if not (0 <= momentum < 1 and 0 < ema_rate <= 1):

@@ -75,7 +75,7 @@ class EchoSearch(Inverter):
         )
         check_at_least_one("model", starts=starts)
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_rounds(None, 1.0, refine_width)
+        self.set_refinement(1.0, refine_width)
         self.start = start
         self.starts = starts
 

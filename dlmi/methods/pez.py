@@ -56,9 +56,7 @@ class PEZ(Inverter):
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
-        round_steps: Start anew again and again, each time for what this many steps cost; the best
-            prompt of all rounds is kept. Unset: one round takes the whole budget.
-        refine_after: Share of a round after which its best discrete prompt is refined by single
+        refine_after: Share of the budget after which the best discrete prompt is refined by
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
         seed: With the target's id it fixes the start. On the command line: `seed_everything`.
@@ -78,7 +76,6 @@ class PEZ(Inverter):
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
         norm_gradient_scale: float = 1.0,
-        round_steps: int | None = None,
         refine_after: float = 1.0,
         refine_width: int = 16,
         seed: int = 0,
@@ -94,7 +91,7 @@ class PEZ(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_rounds(round_steps, refine_after, refine_width)
+        self.set_refinement(refine_after, refine_width)
         check_positive("model", lr=lr)
         if weight_decay < 0:
             raise InputError(

@@ -57,9 +57,7 @@ class REINFORCE(Inverter):
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
-        round_steps: Start anew again and again, each time for what this many steps cost; the best
-            prompt of all rounds is kept. Unset: one round takes the whole budget.
-        refine_after: Share of a round after which its best discrete prompt is refined by single
+        refine_after: Share of the budget after which the best discrete prompt is refined by
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
         seed: With the target's id it fixes the samples. On the command line: `seed_everything`.
@@ -81,7 +79,6 @@ class REINFORCE(Inverter):
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
-        round_steps: int | None = None,
         refine_after: float = 1.0,
         refine_width: int = 16,
         seed: int = 0,
@@ -96,7 +93,7 @@ class REINFORCE(Inverter):
             forbid_target_tokens,
             seed,
         )
-        self.set_rounds(round_steps, refine_after, refine_width)
+        self.set_refinement(refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_at_least_one("model", num_samples=num_samples)
         check_positive("model", lr=lr)

@@ -106,9 +106,7 @@ class SODA(Inverter):
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
-        round_steps: Start anew again and again, each time for what this many steps cost; the best
-            prompt of all rounds is kept. Unset: one round takes the whole budget.
-        refine_after: Share of a round after which its best discrete prompt is refined by single
+        refine_after: Share of the budget after which the best discrete prompt is refined by
             swaps (`dlmi.refinement`); 1 for never.
         refine_width: Swaps that a step of the refinement tries.
         seed: With the target's id it fixes the restarts. On the command line: `seed_everything`.
@@ -133,7 +131,6 @@ class SODA(Inverter):
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
         norm_gradient_scale: float = 1.0,
-        round_steps: int | None = None,
         refine_after: float = 1.0,
         refine_width: int = 16,
         seed: int = 0,
@@ -149,7 +146,7 @@ class SODA(Inverter):
             seed,
         )
         self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_rounds(round_steps, refine_after, refine_width)
+        self.set_refinement(refine_after, refine_width)
         self.fluency = check_fluency(fluency, prompt_length)
         check_positive("model", tau=tau, lr=lr, decay=decay)
         check_at_least_one("model", reset_every=reset_every, reinit_every=reinit_every)
