@@ -11,9 +11,10 @@ From there each step tries a few swaps of a position i to a token v, drawn from 
 gradient at x promises most of at each position, :math:`g`; swaps near the end are drawn more often,
 as fewer tokens have to be read again after them. Those that lower the loss are put together, the
 best two, the best three and so on, and the best of all is taken. As long as none is better, x and
-so its gradient stay the same: it is not computed again, and no swap is tried twice. When all are
-used up, a few random tokens are changed and the search goes on from there; the best prompt is kept
-in any case.
+so its gradient stay the same: it is not computed again, and no swap is tried twice. After some
+steps without success the search steps aside: it moves to the best prompt that it has seen beside x,
+though that is worse, and does not take back what it has swapped until it has found a new best
+prompt, which is kept in any case.
 
 Axes: B slots, N prompt tokens, M target tokens, V tokens a prompt may hold, K swaps per position,
 C candidates.
@@ -36,7 +37,8 @@ from dlmi.vocabulary import Vocabulary
 _SWAPS_PER_POSITION = 64
 _TRIED = -1
 _MERGED_SWAPS = 6  # of those that help, at most so many are put together
-_KICKED_SHARE = 0.2  # of the positions, when no promising swap is left
+_PATIENCE = 6  # steps without a better prompt before the search steps aside
+_KICKED_SHARE = 0.2  # of the positions, where no swap is possible at all
 
 
 def check_refinement(refine_after: float, refine_width: int) -> None:
@@ -155,6 +157,8 @@ class Refinement:
             promises -= promises.gather(1, mine[:, None])
             self.vocabulary.bar_(promises, slot.target)
             promises.scatter_(1, mine[:, None], -torch.inf)  # no swap at all
+            if (left := slot.memory.get(_key("left"))) is not None:
+                promises[left[:, 0], left[:, 1]] = -torch.inf
             count = min(_SWAPS_PER_POSITION, promises.shape[1])
             gains, swaps = promises.topk(count, dim=-1)  # (N, K)
             swaps[gains.isneginf()] = _TRIED
@@ -163,8 +167,9 @@ class Refinement:
     @torch.no_grad()
     def _search(self, slot: Slot) -> None:
         columns = slot.memory[_key("columns")]
-        if bool((slot.memory[_key("swaps")] == _TRIED).all()):
-            return self._kick(slot, columns)
+        is_used_up = bool((slot.memory[_key("swaps")] == _TRIED).all())
+        if is_used_up or slot.memory.get(_key("waited"), 0) >= _PATIENCE:
+            return self._step_aside(slot, columns)
         candidates = self._surviving(slot, self._candidates(slot, columns))
         if len(candidates) == 0:
             return None
@@ -184,7 +189,26 @@ class Refinement:
         slot.is_promising = bool(solves[best])
         if slot.is_promising or losses[best] < slot.memory[_key("loss")]:
             self._move(slot, candidates[best], float(losses[best]), output_ids[best])
+        else:
+            self._wait(slot, candidates[best], float(losses[best]), output_ids[best])
         return None
+
+    def _wait(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
+        """Remember the best prompt beside the present one."""
+        memory = slot.memory
+        memory[_key("waited")] = memory.get(_key("waited"), 0) + 1
+        if loss < memory.get(_key("aside_loss"), torch.inf):
+            memory[_key("aside_columns")], memory[_key("aside_loss")] = columns, loss
+            memory[_key("aside_output_ids")] = output_ids
+
+    def _step_aside(self, slot: Slot, columns: Tensor) -> None:
+        """Move to the best prompt beside the present one, though it is worse."""
+        memory = slot.memory
+        if _key("aside_columns") not in memory:
+            return self._kick(slot, columns)
+        aside = memory[_key("aside_columns")]
+        loss, output_ids = memory[_key("aside_loss")], memory[_key("aside_output_ids")]
+        return self._move(slot, aside, loss, output_ids)
 
     def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
         """Random swaps that were not tried yet, those that cost less more often, (C, N)."""
@@ -208,7 +232,7 @@ class Refinement:
         return candidates[surviving(self.vocabulary, candidates, slot.target)]
 
     def _kick(self, slot: Slot, columns: Tensor) -> None:
-        """No promising swap is left: change a few tokens at random and go on from there."""
+        """No swap is possible: change a few tokens at random and go on from there."""
         allowed = self.vocabulary.allowed_columns(slot.target)
         count = max(1, round(_KICKED_SHARE * len(columns)))
         device = slot.generator.device
@@ -237,11 +261,18 @@ class Refinement:
 
     def _move(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
         memory = slot.memory
-        memory.pop(_key("swaps"), None)  # those of the prompt before
+        before = memory.get(_key("columns"), columns)
+        for name in ("swaps", "waited", "aside_columns", "aside_loss", "aside_output_ids"):
+            memory.pop(_key(name), None)  # those of the prompt before
         memory[_key("columns")], memory[_key("loss")] = columns, loss
         memory[_key("output_ids")] = output_ids
         if slot.is_promising or loss <= memory.get(_key("best_loss"), loss):
             memory[_key("best_columns")], memory[_key("best_loss")] = columns, loss
+            memory.pop(_key("left"), None)
+        else:  # bar the way back
+            positions = (columns != before).nonzero()[:, 0]
+            left = torch.stack([positions, before[positions]], dim=-1)
+            memory[_key("left")] = torch.cat([memory.get(_key("left"), left[:0]), left])
 
 
 def _key(name: str) -> str:

@@ -38,8 +38,9 @@ def loss_of(lm, prompt_ids, target=TARGET):
     return float(score_candidates(lm, ids, ids[None], target)[0][0])
 
 
-def test_it_ends_where_no_single_swap_helps(tiny, vocabulary):
+def test_it_ends_where_no_single_swap_helps(tiny, vocabulary, monkeypatch):
     """Until all swaps are used up; then exhaustion finds no better neighbour either."""
+    monkeypatch.setattr("dlmi.refinement._PATIENCE", 1000)
     search = Refinement(vocabulary, width=7)
     slot = opened(tiny, [4, 5, 6])
     for _ in range(200):
@@ -58,7 +59,28 @@ def test_it_ends_where_no_single_swap_helps(tiny, vocabulary):
     assert loss_of(tiny, found) < loss_of(tiny, [4, 5, 6])
 
 
-def test_the_best_prompt_never_gets_worse_and_a_kick_does_not_lose_it(tiny, vocabulary):
+def test_it_steps_aside_to_the_best_neighbour_and_does_not_come_back(tiny, vocabulary):
+    """As long as there is no new best prompt, it is nowhere twice."""
+    search = Refinement(vocabulary, width=6)
+    slot = opened(tiny, [4, 5, 6])
+    visits, waited = {}, []
+    for _ in range(300):
+        aside = slot.memory.get("refined_aside_columns")
+        before = slot.memory.get("refined_loss")
+        waited.append(slot.memory.get("refined_waited", 0))
+        search.step([slot])
+        here = tuple(search.columns(slot).tolist())
+        since_best = visits.setdefault(slot.memory["refined_best_loss"], [])
+        if not since_best or since_best[-1] != here:
+            since_best.append(here)
+        if before is not None and slot.memory["refined_loss"] > before:
+            assert here == tuple(aside.tolist())
+    assert max(waited) == 6
+    assert all(len(set(prompts)) == len(prompts) for prompts in visits.values())
+    assert max(len(prompts) for prompts in visits.values()) > 5
+
+
+def test_the_best_prompt_never_gets_worse_and_stepping_aside_does_not_lose_it(tiny, vocabulary):
     search = Refinement(vocabulary, width=64)
     slot = opened(tiny, [4, 5, 6])
     best, current = [], []
@@ -67,7 +89,7 @@ def test_the_best_prompt_never_gets_worse_and_a_kick_does_not_lose_it(tiny, voca
         best.append(loss_of(tiny, search.prompt_ids(slot)))
         current.append(float(step.losses[0]))
     assert best == sorted(best, reverse=True)
-    assert any(later > earlier for earlier, later in itertools.pairwise(current))  # a kick
+    assert any(later > earlier for earlier, later in itertools.pairwise(current))  # aside
     assert best[-1] == pytest.approx(min(current))
 
 
