@@ -71,6 +71,7 @@ def score_candidates(
     loss: LossName = "cross_entropy",
     prompt_bos: bool = False,
     fluency: Fluency | None = None,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Teacher-forced scores of candidates.
 
@@ -82,6 +83,7 @@ def score_candidates(
         loss: Which loss.
         prompt_bos: Put BoS before each prompt.
         fluency: A penalty on unlikely prompts, added to each loss.
+        token_weights: What each token of the target weighs in its loss, (M,); default: the same.
 
     Returns:
         The loss of each candidate, (C,), what teacher forcing decodes after it, (C, M), and how
@@ -97,7 +99,9 @@ def score_candidates(
         places = example.frame.places(len(prompt_ids))
         in_frame, candidates = around.clone(), around.repeat(len(candidate_ids), 1)
         in_frame[places], candidates[:, places] = prompt_ids, candidate_ids
-        scores.append(_score(lm, in_frame, candidates, example.ids, loss, bos_ids, fluency))
+        scores.append(
+            _score(lm, in_frame, candidates, example.ids, loss, bos_ids, fluency, token_weights)
+        )
     if len(scores) == 1:
         return scores[0]
     losses, output_ids, tokens_read = zip(*scores, strict=True)
@@ -112,10 +116,12 @@ def _score(
     loss: LossName,
     bos_ids: Tensor,
     fluency: Fluency | None,
+    token_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, int]:
     """The same of whole prompts, (P,) and (C, P), and one target."""
     length = len(prompt_ids)
     target_ids, mask = pad_ids([target], lm.device)  # (1, M)
+    weights = mask if token_weights is None else token_weights[None]
 
     def watch() -> AbstractContextManager[list[Tensor]]:
         return nullcontext([]) if fluency is None else reading_states(lm)
@@ -143,7 +149,7 @@ def _score(
             expanded = target_ids.expand(len(ids[rows]), -1)
             with watch() as states:
                 logits = lm.target_logits(lm.embed(ids[rows, start:]), expanded, common or None)
-            row_losses = target_loss(loss, logits, expanded, mask.expand_as(expanded))
+            row_losses = target_loss(loss, logits, expanded, weights.expand_as(expanded))
             if fluency is not None:
                 shared_states = prompt_states[0][:, len(bos_ids) :][:, :start]
                 own_states = states[0][:, -(row_length - start) :]

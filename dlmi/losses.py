@@ -18,7 +18,7 @@ def target_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def target_loss(name: LossName, logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
+def target_loss(name: LossName, logits: Tensor, target_ids: Tensor, weights: Tensor) -> Tensor:
     """Mean over each row's own target tokens of a loss per token.
 
     Args:
@@ -27,13 +27,13 @@ def target_loss(name: LossName, logits: Tensor, target_ids: Tensor, mask: Tensor
             which goes on until the target leads by a margin of 1.
         logits: (R, M, V).
         target_ids: (R, M).
-        mask: (R, M), True at the positions that count.
+        weights: How much each position counts, (R, M); or a mask, True at those that count.
 
     Returns:
         (R,).
     """
     per_token = _PER_TOKEN[name](logits, target_ids)  # (R, M)
-    return (per_token * mask).sum(-1) / mask.sum(-1)
+    return (per_token * weights).sum(-1) / weights.sum(-1)
 
 
 def _cross_entropy(logits: Tensor, target_ids: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def target_pass(
     prompt_bos: bool = False,
     next_embeds: RowNextEmbeds | None = None,
     fluency: Fluency | None = None,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Send S prompts of each slot through the LM, and charge the slots for it.
 
@@ -75,6 +76,8 @@ def target_pass(
         prompt_bos: Put BoS before each prompt.
         next_embeds: What a free run reads next; default: the greedy token.
         fluency: A penalty on unlikely prompts, added to the loss of each row.
+        token_weights: What each token of a slot's one target weighs in its loss, (B, M); default:
+            the same.
 
     Returns:
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
@@ -97,12 +100,16 @@ def target_pass(
         prompts = rows if owners is None else owners[rows]
         return lambda logits, step: next_embeds(prompts, logits, step)
 
+    weights = layout.mask
+    if token_weights is not None:
+        weights = weights * token_weights.repeat_interleave(samples, dim=0)
+
     def score(embeds: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         if teacher_forcing:
             logits = layout.forced(lm, embeds, rows)
         else:
             logits = layout.free(lm, embeds, rows, reads_next if next_embeds else None)
-        losses = target_loss(loss, logits, layout.target_ids[rows], layout.mask[rows])
+        losses = target_loss(loss, logits, layout.target_ids[rows], weights[rows])
         return losses, logits.detach().argmax(-1)
 
     final_score = score if fluency is None else fluency.added_to(score, target_length - 1)

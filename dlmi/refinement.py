@@ -5,6 +5,10 @@ r"""Discrete refinement: the rest of a budget is spent on single swaps of the pr
     C \subset \{ (i, v) : v \in top_K( g_i ) \}, \quad
     x \leftarrow \arg\min_{x' \in C \cup \{x\}} d(f(x'), y)
 
+Here d is the cross-entropy of the target less the number of tokens that x gets right before its
+first mistake, and in it the tokens up to the one after that mistake weigh more than the others: in
+a free run, what comes after a mistake is said in another context.
+
 A relaxed prompt that works seldom stays whole when it is made discrete: the loss of its argmax is
 far above its own. So any method may hand over its best discrete prompt x at a share of the budget.
 From there each step tries a few swaps of a position i to a token v, drawn from the K that the
@@ -24,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlmi.candidates import score_candidates
 from dlmi.errors import InputError, check_at_least_one
@@ -32,6 +36,7 @@ from dlmi.fluency import Fluency
 from dlmi.passes import StepLosses, target_pass
 from dlmi.round_trip import mend_prompts, surviving
 from dlmi.slots import Slot
+from dlmi.swaps import count_right, merge_swaps, token_weights
 from dlmi.vocabulary import Vocabulary
 
 _SWAPS_PER_POSITION = 64
@@ -54,33 +59,7 @@ def check_refinement(refine_after: float, refine_width: int) -> None:
 def dearest_step(width: int, prompt_length: int, target_length: int) -> int:
     """Token passes of a step, at most: a first one scores its start and takes a gradient."""
     read = prompt_length + target_length - 1
-    return 2 * read + 3 * prompt_length + (1 + width + _MERGED_SWAPS) * read
-
-
-def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
-    """Put swaps of one prompt together: the first two, the first three, and so on.
-
-    Args:
-        columns: The prompt, (N,).
-        swapped: Copies of it with one token changed, the best first, (C, N). Of those that change
-            the same position, the first counts.
-        most: How many are put together at most.
-
-    Returns:
-        One prompt less than swaps that count, (.., N).
-
-    >>> swapped = torch.tensor([[9, 2, 3], [8, 2, 3], [1, 2, 7]])
-    >>> merge_swaps(torch.tensor([1, 2, 3]), swapped, most=6)
-    tensor([[9, 2, 7]])
-    """
-    merged = columns.clone()
-    merges: list[Tensor] = []
-    for candidate in swapped:
-        is_new = (candidate != columns) & (merged == columns)
-        if is_new.any() and len(merges) < most:
-            merged = torch.where(is_new, candidate, merged)
-            merges.append(merged)
-    return torch.stack(merges[1:]) if len(merges) > 1 else swapped[:0]
+    return 2 * read + 5 * prompt_length + (3 + width + _MERGED_SWAPS) * read
 
 
 @dataclass(frozen=True)
@@ -111,7 +90,8 @@ class Refinement:
         output_ids = torch.full((len(slots), width), -1, device=self.vocabulary.lm.device)
         for row, slot in enumerate(slots):
             output_ids[row, : len(slot.target.ids)] = slot.memory[_key("output_ids")]
-        losses = [slot.memory[_key("loss")] for slot in slots]
+        memories = [slot.memory for slot in slots]
+        losses = [memory[_key("score")] + memory[_key("right")] for memory in memories]
         return StepLosses(torch.tensor(losses, device=output_ids.device), output_ids)
 
     def prompt_ids(self, slot: Slot) -> Tensor | None:
@@ -132,8 +112,9 @@ class Refinement:
         start = min(slot.best, slot.last, key=lambda evaluation: evaluation.discrete_loss)
         ids = torch.tensor(start.prompt_ids, device=self.vocabulary.lm.device)
         columns = self.vocabulary.columns(ids)
-        losses, output_ids = self._score(slot, columns, columns[None])
-        self._move(slot, columns, float(losses[0]), output_ids[0])
+        slot.memory[_key("right")] = 0
+        scores, output_ids = self._score(slot, columns, columns[None])
+        self._move(slot, columns, float(scores[0]), output_ids[0])
 
     def _propose(self, slots: Sequence[Slot]) -> None:
         """The swaps that the gradient at each slot's prompt promises most of."""
@@ -150,6 +131,9 @@ class Refinement:
                 "cross_entropy",
                 prompt_bos=self.prompt_bos,
                 fluency=self.fluency,
+                token_weights=nn.utils.rnn.pad_sequence(
+                    [self._weights(slot) for slot in slots], batch_first=True
+                ),
             )
             [gradients] = torch.autograd.grad(losses.sum(), embeds)
         for slot, mine, gradient in zip(slots, columns, gradients[:, 0], strict=True):
@@ -173,32 +157,29 @@ class Refinement:
         candidates = self._surviving(slot, self._candidates(slot, columns))
         if len(candidates) == 0:
             return None
-        losses, output_ids = self._score(slot, columns, candidates)
-        helps = losses < slot.memory[_key("loss")]
-        by_gain = candidates[helps][losses[helps].argsort()]
+        scores, output_ids = self._score(slot, columns, candidates)
+        helps = scores < slot.memory[_key("score")]
+        by_gain = candidates[helps][scores[helps].argsort()]
         merged = self._surviving(slot, merge_swaps(columns, by_gain, _MERGED_SWAPS))
         if len(merged):
-            merged_losses, merged_output_ids = self._score(slot, columns, merged)
+            merged_scores, merged_output_ids = self._score(slot, columns, merged)
             candidates = torch.cat([candidates, merged])
-            losses = torch.cat([losses, merged_losses])
+            scores = torch.cat([scores, merged_scores])
             output_ids = torch.cat([output_ids, merged_output_ids])
-        target_ids = torch.tensor(slot.target.ids, device=output_ids.device)
-        solves = (output_ids == target_ids).all(-1)
-        # One that says the target is what is looked for, however likely it is.
-        best = int(solves.int().argmax() if solves.any() else losses.argmin())
-        slot.is_promising = bool(solves[best])
-        if slot.is_promising or losses[best] < slot.memory[_key("loss")]:
-            self._move(slot, candidates[best], float(losses[best]), output_ids[best])
+        best = int(scores.argmin())
+        score = float(scores[best])
+        if score < slot.memory[_key("score")]:
+            self._move(slot, candidates[best], score, output_ids[best])
         else:
-            self._wait(slot, candidates[best], float(losses[best]), output_ids[best])
+            self._wait(slot, candidates[best], score, output_ids[best])
         return None
 
-    def _wait(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
+    def _wait(self, slot: Slot, columns: Tensor, score: float, output_ids: Tensor) -> None:
         """Remember the best prompt beside the present one."""
         memory = slot.memory
         memory[_key("waited")] = memory.get(_key("waited"), 0) + 1
-        if loss < memory.get(_key("aside_loss"), torch.inf):
-            memory[_key("aside_columns")], memory[_key("aside_loss")] = columns, loss
+        if score < memory.get(_key("aside_score"), torch.inf):
+            memory[_key("aside_columns")], memory[_key("aside_score")] = columns, score
             memory[_key("aside_output_ids")] = output_ids
 
     def _step_aside(self, slot: Slot, columns: Tensor) -> None:
@@ -207,8 +188,8 @@ class Refinement:
         if _key("aside_columns") not in memory:
             return self._kick(slot, columns)
         aside = memory[_key("aside_columns")]
-        loss, output_ids = memory[_key("aside_loss")], memory[_key("aside_output_ids")]
-        return self._move(slot, aside, loss, output_ids)
+        score, output_ids = memory[_key("aside_score")], memory[_key("aside_output_ids")]
+        return self._move(slot, aside, score, output_ids)
 
     def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
         """Random swaps that were not tried yet, those that cost less more often, (C, N)."""
@@ -244,10 +225,15 @@ class Refinement:
             kicked_ids = self.vocabulary.ids(kicked)[None]
             [mended_ids] = mend_prompts(self.vocabulary, slot, kicked_ids, lambda: None)
             kicked = self.vocabulary.columns(mended_ids)
-        losses, output_ids = self._score(slot, columns, kicked[None])
-        self._move(slot, kicked, float(losses[0]), output_ids[0])
+        scores, output_ids = self._score(slot, columns, kicked[None])
+        self._move(slot, kicked, float(scores[0]), output_ids[0])
+
+    def _weights(self, slot: Slot) -> Tensor:
+        weights = token_weights(slot.memory[_key("right")], len(slot.target.ids))
+        return weights.to(self.vocabulary.lm.device)
 
     def _score(self, slot: Slot, columns: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted losses less right tokens, (C,), and what teacher forcing decodes, (C, M)."""
         losses, output_ids, tokens_read = score_candidates(
             self.vocabulary.lm,
             self.vocabulary.ids(columns),
@@ -255,19 +241,28 @@ class Refinement:
             slot.target,
             prompt_bos=self.prompt_bos,
             fluency=self.fluency,
+            token_weights=self._weights(slot),
         )
         slot.forward_tokens += tokens_read
-        return losses, output_ids
+        return losses - count_right(output_ids, self._target_ids(slot)), output_ids
 
-    def _move(self, slot: Slot, columns: Tensor, loss: float, output_ids: Tensor) -> None:
+    def _target_ids(self, slot: Slot) -> Tensor:
+        return torch.tensor(slot.target.ids, device=self.vocabulary.lm.device)
+
+    def _move(self, slot: Slot, columns: Tensor, score: float, output_ids: Tensor) -> None:
         memory = slot.memory
+        right = int(count_right(output_ids, self._target_ids(slot)))
+        slot.is_promising = right == len(slot.target.ids)
+        if right != memory[_key("right")]:  # other weights, another score
+            memory[_key("right")] = right
+            score = float(self._score(slot, columns, columns[None])[0])
         before = memory.get(_key("columns"), columns)
-        for name in ("swaps", "waited", "aside_columns", "aside_loss", "aside_output_ids"):
+        for name in ("swaps", "waited", "aside_columns", "aside_score", "aside_output_ids"):
             memory.pop(_key(name), None)  # those of the prompt before
-        memory[_key("columns")], memory[_key("loss")] = columns, loss
+        memory[_key("columns")], memory[_key("score")] = columns, score
         memory[_key("output_ids")] = output_ids
-        if slot.is_promising or loss <= memory.get(_key("best_loss"), loss):
-            memory[_key("best_columns")], memory[_key("best_loss")] = columns, loss
+        if score <= memory.get(_key("best_score"), score):
+            memory[_key("best_columns")], memory[_key("best_score")] = columns, score
             memory.pop(_key("left"), None)
         else:  # bar the way back
             positions = (columns != before).nonzero()[:, 0]

@@ -11,9 +11,10 @@ from dlmi import InputError
 from dlmi.candidates import score_candidates
 from dlmi.evaluation import evaluate_prompts
 from dlmi.methods import ADC, DLMI, GBDA, PEZ, REINFORCE, SODA
-from dlmi.refinement import Refinement, merge_swaps
+from dlmi.refinement import Refinement
 from dlmi.round_trip import round_trips
 from dlmi.slots import Slot
+from dlmi.swaps import count_right, merge_swaps, token_weights
 from dlmi.targets import Target
 from dlmi.vocabulary import Vocabulary
 
@@ -33,9 +34,18 @@ def opened(lm, prompt_ids, target=TARGET):
     return slot
 
 
-def loss_of(lm, prompt_ids, target=TARGET):
-    ids = torch.as_tensor(prompt_ids)
-    return float(score_candidates(lm, ids, ids[None], target)[0][0])
+def score_of(lm, prompt_ids, target=TARGET, right=None):
+    """From the logits: weighted cross-entropy less right tokens; weights of its own by default."""
+    target_ids = torch.tensor([target.ids])
+    logits = lm.target_logits(lm.embed(torch.as_tensor(prompt_ids)[None]), target_ids)[0]
+    losses = -logits.log_softmax(-1)[range(len(target.ids)), list(target.ids)]
+    own = 0
+    while own < len(target.ids) and logits[own].argmax() == target.ids[own]:
+        own += 1
+    weights = [
+        1.0 if j <= (own if right is None else right) + 1 else 0.3 for j in range(len(losses))
+    ]
+    return float((losses * torch.tensor(weights)).sum() / sum(weights)) - own
 
 
 def test_it_ends_where_no_single_swap_helps(tiny, vocabulary, monkeypatch):
@@ -53,10 +63,10 @@ def test_it_ends_where_no_single_swap_helps(tiny, vocabulary, monkeypatch):
         [*found[:i], v, *found[i + 1 :]]
         for i, v in itertools.product(range(3), vocabulary.token_ids.tolist())
     ]
-    ids = torch.tensor(neighbours)
-    losses, _, _ = score_candidates(tiny, torch.tensor(found), ids, TARGET)
-    assert loss_of(tiny, found) == pytest.approx(float(losses.min()))
-    assert loss_of(tiny, found) < loss_of(tiny, [4, 5, 6])
+    right = slot.memory["refined_right"]
+    scores = [score_of(tiny, ids, right=right) for ids in neighbours]
+    assert score_of(tiny, found) == pytest.approx(min(scores), abs=1e-5)
+    assert score_of(tiny, found) < score_of(tiny, [4, 5, 6])
 
 
 def test_it_steps_aside_to_the_best_neighbour_and_does_not_come_back(tiny, vocabulary):
@@ -66,14 +76,15 @@ def test_it_steps_aside_to_the_best_neighbour_and_does_not_come_back(tiny, vocab
     visits, waited = {}, []
     for _ in range(300):
         aside = slot.memory.get("refined_aside_columns")
-        before = slot.memory.get("refined_loss")
+        swaps = slot.memory.get("refined_swaps")
         waited.append(slot.memory.get("refined_waited", 0))
+        is_stuck = waited[-1] == 6 or (swaps is not None and bool((swaps == -1).all()))
         search.step([slot])
         here = tuple(search.columns(slot).tolist())
-        since_best = visits.setdefault(slot.memory["refined_best_loss"], [])
+        since_best = visits.setdefault(slot.memory["refined_best_score"], [])
         if not since_best or since_best[-1] != here:
             since_best.append(here)
-        if before is not None and slot.memory["refined_loss"] > before:
+        if is_stuck:
             assert here == tuple(aside.tolist())
     assert max(waited) == 6
     assert all(len(set(prompts)) == len(prompts) for prompts in visits.values())
@@ -85,12 +96,14 @@ def test_the_best_prompt_never_gets_worse_and_stepping_aside_does_not_lose_it(ti
     slot = opened(tiny, [4, 5, 6])
     best, current = [], []
     for _ in range(60):
-        step = search.step([slot])
-        best.append(loss_of(tiny, search.prompt_ids(slot)))
-        current.append(float(step.losses[0]))
+        search.step([slot])
+        best.append(score_of(tiny, search.prompt_ids(slot)))
+        current.append(slot.memory["refined_score"])
+        here = vocabulary.ids(search.columns(slot))
+        assert current[-1] == pytest.approx(score_of(tiny, here), abs=1e-5)
     assert best == sorted(best, reverse=True)
     assert any(later > earlier for earlier, later in itertools.pairwise(current))  # aside
-    assert best[-1] == pytest.approx(min(current))
+    assert best[-1] == pytest.approx(min(current), abs=1e-5)
 
 
 def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeypatch):
@@ -117,9 +130,10 @@ def test_a_step_takes_the_best_of_swaps_and_merges(tiny, vocabulary, monkeypatch
     scored = []
 
     def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
-        result = score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
-        scored.append((candidate_ids.tolist(), result[0].tolist()))
-        return result
+        losses, output_ids, cost = score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
+        scores = losses - count_right(output_ids, torch.tensor(TARGET.ids))
+        scored.append((prompt_ids.tolist(), candidate_ids.tolist(), scores.tolist()))
+        return losses, output_ids, cost
 
     search = Refinement(vocabulary, width=24)
     slot = opened(tiny, [4, 5, 6, 7, 8, 9])
@@ -128,24 +142,28 @@ def test_a_step_takes_the_best_of_swaps_and_merges(tiny, vocabulary, monkeypatch
     merges_taken = 0
     for _ in range(6):
         before = vocabulary.ids(search.columns(slot)).tolist()
-        loss_before = slot.memory["refined_loss"]
+        score_before = slot.memory["refined_score"]
         scored.clear()
-        [loss] = search.step([slot]).losses.tolist()
-        (single, single_losses), *merged = scored
-        best = min([loss_before, *single_losses, *(x for _, losses in merged for x in losses)])
-        assert loss == pytest.approx(best)
+        search.step([slot])
+        tried = [(rows, scores) for base, rows, scores in scored if base == before]
+        (single, single_scores), *merged = tried
+        rows, scores = [before], [score_before]
+        for more_rows, more_scores in tried:
+            rows, scores = rows + more_rows, scores + more_scores
+        best = min(scores)
+        assert vocabulary.ids(search.columns(slot)).tolist() == rows[scores.index(best)]
         helping = {
             (i, row[i])
-            for row, value in zip(single, single_losses, strict=True)
+            for row, value in zip(single, single_scores, strict=True)
             for i in range(6)
-            if row[i] != before[i] and value < loss_before
+            if row[i] != before[i] and value < score_before
         }
-        for rows, losses in merged:
-            for row, value in zip(rows, losses, strict=True):
+        for merged_rows, merged_scores in merged:
+            for row, value in zip(merged_rows, merged_scores, strict=True):
                 changed = {(i, row[i]) for i in range(6) if row[i] != before[i]}
                 assert len(changed) > 1
                 assert changed <= helping
-                merges_taken += value == best and value < min(single_losses)
+                merges_taken += value == best and value < min(single_scores)
     assert merges_taken > 0
 
 
@@ -186,6 +204,7 @@ def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, mo
     search._begin(slot)
     search._propose([slot])
     embeds = tiny.embed(torch.tensor([[4, 5, 6]]))
+    weights = token_weights(slot.memory["refined_right"], 3)
     target_ids = torch.tensor([TARGET.ids])
 
     def slope(position, column):
@@ -193,7 +212,8 @@ def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, mo
         direction = torch.zeros_like(embeds)
         direction[0, position] = vocabulary.matrix[column] - embeds[0, position]
         logits = tiny.target_logits(embeds + share * direction, target_ids)[0]
-        loss = torch.nn.functional.cross_entropy(logits, target_ids[0])
+        loss = torch.nn.functional.cross_entropy(logits, target_ids[0], reduction="none")
+        loss = (loss * weights).sum() / weights.sum()
         return float(torch.autograd.grad(loss, share)[0])
 
     here = vocabulary.columns(torch.tensor([4, 5, 6])).tolist()

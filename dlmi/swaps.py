@@ -1,0 +1,55 @@
+"""What a search by swaps is made of: tokens that are right, their weights, swaps put together.
+
+Axes: C candidates, N prompt tokens, M target tokens.
+"""
+
+import torch
+from torch import Tensor
+
+_LATER_WEIGHT = 0.3  # of tokens behind the one after the first mistake
+
+
+def token_weights(right: int, length: int) -> Tensor:
+    """What the tokens of a target weigh after a prompt that gets the first few right, (M,).
+
+    >>> token_weights(1, 5)
+    tensor([1.0000, 1.0000, 1.0000, 0.3000, 0.3000])
+    """
+    weights = torch.full((length,), _LATER_WEIGHT)
+    weights[: right + 2] = 1
+    return weights
+
+
+def count_right(output_ids: Tensor, target_ids: Tensor) -> Tensor:
+    """Tokens before the first mistake, (C,) of (C, M).
+
+    >>> count_right(torch.tensor([[5, 6, 7], [5, 0, 7]]), torch.tensor([5, 6, 7]))
+    tensor([3, 1])
+    """
+    return (output_ids == target_ids).long().cumprod(-1).sum(-1)
+
+
+def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
+    """Put swaps of one prompt together: the first two, the first three, and so on.
+
+    Args:
+        columns: The prompt, (N,).
+        swapped: Copies of it with one token changed, the best first, (C, N). Of those that change
+            the same position, the first counts.
+        most: How many are put together at most.
+
+    Returns:
+        One prompt less than swaps that count, (.., N).
+
+    >>> swapped = torch.tensor([[9, 2, 3], [8, 2, 3], [1, 2, 7]])
+    >>> merge_swaps(torch.tensor([1, 2, 3]), swapped, most=6)
+    tensor([[9, 2, 7]])
+    """
+    merged = columns.clone()
+    merges: list[Tensor] = []
+    for candidate in swapped:
+        is_new = (candidate != columns) & (merged == columns)
+        if is_new.any() and len(merges) < most:
+            merged = torch.where(is_new, candidate, merged)
+            merges.append(merged)
+    return torch.stack(merges[1:]) if len(merges) > 1 else swapped[:0]
