@@ -8,11 +8,13 @@ Axes: C candidates, N prompt tokens, P of a prompt in its frame, M target tokens
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dlmi.fluency import Fluency, reading_states
+from dlmi.frames import Example
 from dlmi.layouts import pad_ids
 from dlmi.lm import FrozenLM
 from dlmi.losses import LossName, target_loss
@@ -62,7 +64,6 @@ def group_by_shared(
     return groups[::-1]
 
 
-@torch.no_grad()
 def score_candidates(
     lm: FrozenLM,
     prompt_ids: Tensor,
@@ -73,92 +74,154 @@ def score_candidates(
     fluency: Fluency | None = None,
     token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int]:
-    """Teacher-forced scores of candidates.
+    """Teacher-forced scores of candidates whose prompt is read for them alone.
+
+    Returns:
+        What `ReadPrompt.score` gives, and how many tokens the LM has read.
+    """
+    prompt = ReadPrompt(lm, prompt_ids, target, prompt_bos, fluency)
+    losses, output_ids = prompt.score(candidate_ids, loss, token_weights)
+    return losses, output_ids, prompt.tokens_read
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A prompt in one of its frames, as it was read.
+
+    Attributes:
+        ids: All tokens before the target, (P,).
+        places: Where the prompt's own stand.
+        fixed: How many of the first ones no prompt of the run changes.
+        target: What the LM is to say.
+        prefix: Keys and values of the tokens.
+        states: What the head saw of those that were read now, where that is wanted.
+    """
+
+    ids: Tensor
+    places: list[int]
+    fixed: int
+    target: tuple[int, ...]
+    prefix: Prefix
+    states: Tensor | None
+
+
+class ReadPrompt:
+    """A prompt that the LM has read once, for candidates that are made from it.
 
     Args:
         lm: The model.
-        prompt_ids: What they were made from, (N,).
-        candidate_ids: (C, N).
-        target: The one target; where it has examples, the loss is their mean.
-        loss: Which loss.
+        prompt_ids: The prompt, (N,).
+        target: The one target; where it has examples, losses are their mean.
         prompt_bos: Put BoS before each prompt.
         fluency: A penalty on unlikely prompts, added to each loss.
-        token_weights: What each token of the target weighs in its loss, (M,); default: the same.
 
-    Returns:
-        The loss of each candidate, (C,), what teacher forcing decodes after it, (C, M), and how
-        many tokens the LM has read. A candidate that decodes the target this way also produces it
-        in a free greedy run.
+    Attributes:
+        tokens_read: How many tokens the LM has read so far. BoS and what frames have in common cost
+            nothing, as everywhere.
     """
-    bos_ids = prompt_ids.new_tensor([lm.bos_id] if prompt_bos else [])
-    scores = []
-    for example in target.readings:
-        if example.frame.reasoning is not None:
+
+    def __init__(
+        self,
+        lm: FrozenLM,
+        prompt_ids: Tensor,
+        target: Target,
+        prompt_bos: bool = False,
+        fluency: Fluency | None = None,
+    ) -> None:
+        self.tokens_read = 0
+        self._lm = lm
+        self._fluency = fluency
+        self._bos_ids = (lm.bos_id,) if prompt_bos else ()
+        self._readings = [self._read(prompt_ids, example) for example in target.readings]
+
+    @torch.no_grad()
+    def _read(self, prompt_ids: Tensor, example: Example) -> _Reading:
+        frame = example.frame
+        if frame.reasoning is not None:
             raise RuntimeError("The reasoning of this example has not been written yet.")
-        around = prompt_ids.new_tensor(example.frame.full_ids([0] * len(prompt_ids)))
-        places = example.frame.places(len(prompt_ids))
-        in_frame, candidates = around.clone(), around.repeat(len(candidate_ids), 1)
-        in_frame[places], candidates[:, places] = prompt_ids, candidate_ids
-        scores.append(
-            _score(lm, in_frame, candidates, example.ids, loss, bos_ids, fluency, token_weights)
-        )
-    if len(scores) == 1:
-        return scores[0]
-    losses, output_ids, tokens_read = zip(*scores, strict=True)
-    return torch.stack(losses).mean(0), torch.cat(output_ids, dim=1), sum(tokens_read)
+        known_ids = (*self._bos_ids, *frame.pieces[0][: frame.head])
+        known = self._lm.prefix(known_ids) if known_ids else None
+        ids = prompt_ids.new_tensor((*self._bos_ids, *frame.full_ids(prompt_ids.tolist())))
+        places = [place + len(self._bos_ids) for place in frame.places(len(prompt_ids))]
+        new_ids = ids[len(known_ids) :]
+        with self._watch() as states:
+            prefix = self._lm.read_prefix(new_ids, known)
+        self.tokens_read += len(new_ids)
+        own_states = states[0][:, -len(new_ids) :] if states else None
+        return _Reading(ids, places, len(known_ids), example.ids, prefix, own_states)
 
+    @torch.no_grad()
+    def score(
+        self,
+        candidate_ids: Tensor,
+        loss: LossName = "cross_entropy",
+        token_weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Teacher-forced scores of candidates.
 
-def _score(
-    lm: FrozenLM,
-    prompt_ids: Tensor,
-    candidate_ids: Tensor,
-    target: tuple[int, ...],
-    loss: LossName,
-    bos_ids: Tensor,
-    fluency: Fluency | None,
-    token_weights: Tensor | None,
-) -> tuple[Tensor, Tensor, int]:
-    """The same of whole prompts, (P,) and (C, P), and one target."""
-    length = len(prompt_ids)
-    target_ids, mask = pad_ids([target], lm.device)  # (1, M)
-    weights = mask if token_weights is None else token_weights[None]
+        Args:
+            candidate_ids: (C, N).
+            loss: Which loss.
+            token_weights: What each token of the target weighs in its loss, (M,); default: the same.
 
-    def watch() -> AbstractContextManager[list[Tensor]]:
-        return nullcontext([]) if fluency is None else reading_states(lm)
+        Returns:
+            The loss of each candidate, (C,), and what teacher forcing decodes after it, (C, M). A
+            candidate that decodes the target this way also produces it in a free greedy run.
+        """
+        scores = [self._score(r, candidate_ids, loss, token_weights) for r in self._readings]
+        if len(scores) == 1:
+            return scores[0]
+        losses, output_ids = zip(*scores, strict=True)
+        return torch.stack(losses).mean(0), torch.cat(output_ids, dim=1)
 
-    with watch() as prompt_states:
-        prefix = lm.read_prefix(torch.cat([bos_ids, prompt_ids]))
-    differs = candidate_ids != prompt_ids
-    # A candidate like the prompt itself shares all but the last token, whose logits it needs.
-    shared = torch.where(differs.any(-1), differs.int().argmax(-1), length - 1)  # (C,)
-    if prefix.layers is None:
-        shared.zero_()
-    overhead = _PASS_OVERHEAD.get(lm.device.type, _DEFAULT_OVERHEAD)
-    row_length = length + len(target) - 1
-    tokens_read = len(prefix)
-    losses: list[Tensor] = []
-    output_ids: list[Tensor] = []
-    order: list[int] = []
-    for start, members in group_by_shared(shared.tolist(), row_length, overhead):
-        group_ids = candidate_ids[members]
-        common = prefix.shortened(len(bos_ids) + start)
+    def _score(
+        self,
+        reading: _Reading,
+        candidate_ids: Tensor,
+        loss: LossName,
+        token_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        lm, length = self._lm, len(reading.ids)
+        whole_ids = reading.ids.repeat(len(candidate_ids), 1)  # (C, P)
+        whole_ids[:, reading.places] = candidate_ids
+        target_ids, mask = pad_ids([reading.target], lm.device)  # (1, M)
+        weights = mask if token_weights is None else token_weights[None]
+        differs = whole_ids != reading.ids
+        # A candidate like the prompt itself shares all but the last token, whose logits it needs.
+        shared = torch.where(differs.any(-1), differs.int().argmax(-1), length - 1)  # (C,)
+        if reading.prefix.layers is None:
+            shared.fill_(reading.fixed)
+        overhead = _PASS_OVERHEAD.get(lm.device.type, _DEFAULT_OVERHEAD)
+        row_length = length + len(reading.target) - 1
+        losses: list[Tensor] = []
+        output_ids: list[Tensor] = []
+        order: list[int] = []
+        for start, members in group_by_shared(shared.tolist(), row_length, overhead):
+            group_ids = whole_ids[members]
+            common = reading.prefix.shortened(start)
 
-        def work(
-            rows: slice, ids: Tensor = group_ids, start: int = start, common: Prefix = common
-        ) -> None:
-            expanded = target_ids.expand(len(ids[rows]), -1)
-            with watch() as states:
-                logits = lm.target_logits(lm.embed(ids[rows, start:]), expanded, common or None)
-            row_losses = target_loss(loss, logits, expanded, weights.expand_as(expanded))
-            if fluency is not None:
-                shared_states = prompt_states[0][:, len(bos_ids) :][:, :start]
-                own_states = states[0][:, -(row_length - start) :]
-                row_losses += fluency.of_candidates(ids[rows], shared_states, own_states)
-            losses.append(row_losses)
-            output_ids.append(logits.argmax(-1))
+            def work(
+                rows: slice, ids: Tensor = group_ids, start: int = start, common: Prefix = common
+            ) -> None:
+                expanded = target_ids.expand(len(ids[rows]), -1)
+                with self._watch() as states:
+                    logits = lm.target_logits(lm.embed(ids[rows, start:]), expanded, common or None)
+                row_losses = target_loss(loss, logits, expanded, weights.expand_as(expanded))
+                if self._fluency is not None:
+                    assert reading.states is not None
+                    row_losses += self._fluency.of_candidates(
+                        ids[rows, reading.fixed :],
+                        reading.states[:, : start - reading.fixed],
+                        states[0][:, -(row_length - start) :],
+                    )
+                losses.append(row_losses)
+                output_ids.append(logits.argmax(-1))
 
-        lm.rows_per_pass.run(lm, len(members), row_length - start, len(target), work)
-        order += members
-        tokens_read += len(members) * (row_length - start)
-    back = torch.tensor(order, device=lm.device).argsort()
-    return torch.cat(losses)[back], torch.cat(output_ids)[back], tokens_read
+            lm.rows_per_pass.run(lm, len(members), row_length - start, len(reading.target), work)
+            order += members
+            self.tokens_read += len(members) * (row_length - start)
+        back = torch.tensor(order, device=lm.device).argsort()
+        return torch.cat(losses)[back], torch.cat(output_ids)[back]
+
+    def _watch(self) -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([]) if self._fluency is None else reading_states(self._lm)

@@ -126,6 +126,32 @@ class Frame:
             full += piece
         return tuple(full)
 
+    def behind(self, prompt_ids: Sequence[int], count: int) -> "Frame":
+        """The frame of the other learned tokens, where the first `count` stay as they are.
+
+        These are fixed then, and the LM reads them once, with all that stands before the rest.
+
+        >>> narrow = Frame(((1,), (2,), (3,)), (2, 0)).behind([7, 8, 9], 1)
+        >>> narrow.pieces, narrow.slot_lengths, narrow.head
+        (((1, 7), (2,), (3,)), (1, 1), 2)
+        """
+        full = self.full_ids(prompt_ids)
+        places = self.places(len(prompt_ids))[count:]
+        pieces: list[tuple[int, ...]] = []
+        lengths: list[int] = []
+        end = 0  # of what has been laid out
+        for place in places:
+            if lengths and place == end:
+                lengths[-1] += 1
+            else:
+                pieces.append(full[end:place])
+                lengths.append(1)
+            end = place + 1
+        pieces.append(full[end:])
+        return replace(
+            self, pieces=tuple(pieces), slot_lengths=tuple(lengths), head=places[0]
+        )
+
     def after(self, reasoning_ids: Sequence[int]) -> "Frame":
         """The same with the reasoning that was wanted, and its trigger, as fixed tokens.
 

@@ -27,6 +27,8 @@ from dlmi.placement import dtype_name, fingerprint, is_spread, weight_devices
 from dlmi.precision import PassPrecision
 from dlmi.prefix import Prefix, make_cache, read_layers
 
+_KEPT_PREFIXES = 32  # those used last; each holds keys and values of all its tokens
+
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
 NextEmbeds = Callable[[Tensor, int], Tensor]
 
@@ -150,19 +152,28 @@ class FrozenLM:
     def prefix(self, ids: Sequence[int]) -> Prefix:
         """Fixed tokens, with keys and values that are computed at the first call and kept."""
         key = tuple(ids)
-        if key not in self._prefixes:
-            self._prefixes[key] = self.read_prefix(torch.tensor(key, device=self.device))
-        return self._prefixes[key]
+        prefix = self._prefixes.pop(key, None)
+        if prefix is None:
+            prefix = self.read_prefix(torch.tensor(key, device=self.device))
+        self._prefixes[key] = prefix  # a dictionary keeps its order: the one used last is last
+        if len(self._prefixes) > _KEPT_PREFIXES:
+            del self._prefixes[next(iter(self._prefixes))]
+        return prefix
 
     @torch.no_grad()
-    def read_prefix(self, ids: Tensor) -> Prefix:
+    def read_prefix(self, ids: Tensor, known: Prefix | None = None) -> Prefix:
         """Tokens (L,) with their keys and values, computed now, in the LM's own dtype.
 
         They may be kept for measurements, which autocast must not touch.
+
+        Args:
+            ids: The tokens.
+            known: What stands before them, and becomes part of the prefix.
         """
         with self.precision.set_to(None):
-            _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True)
-        return Prefix(ids, read_layers(cache))
+            _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True, prefix=known)
+        all_ids = ids if known is None else torch.cat([known.ids, ids])
+        return Prefix(all_ids, read_layers(cache))
 
     def target_logits(
         self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None

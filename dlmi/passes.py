@@ -64,6 +64,7 @@ def target_pass(
     next_embeds: RowNextEmbeds | None = None,
     fluency: Fluency | None = None,
     token_weights: Tensor | None = None,
+    targets: Sequence[Target] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Send S prompts of each slot through the LM, and charge the slots for it.
 
@@ -78,12 +79,13 @@ def target_pass(
         fluency: A penalty on unlikely prompts, added to the loss of each row.
         token_weights: What each token of a slot's one target weighs in its loss, (B, M); default:
             the same.
+        targets: What each slot's prompts are read with; default: what its step reads.
 
     Returns:
         The loss of each row, (B, S), and what the pass decoded for it, (B, S, M).
     """
     num_slots, samples, prompt_length = prompt_embeds.shape[:3]
-    targets = [slot.target_at() for slot in slots]
+    targets = targets or [slot.target_at() for slot in slots]
     readings = [target.readings for target in targets for _ in range(samples)]
     examples = [example for of_prompt in readings for example in of_prompt]
     layout = lay_out(lm, examples, prompt_length, prompt_bos)
