@@ -162,7 +162,8 @@ class ReadPrompt:
         Args:
             candidate_ids: (C, N).
             loss: Which loss.
-            token_weights: What each token of the target weighs in its loss, (M,); default: the same.
+            token_weights: What each token of the target weighs in its loss, (M,); default: all
+                the same.
 
         Returns:
             The loss of each candidate, (C,), and what teacher forcing decodes after it, (C, M). A

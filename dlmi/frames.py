@@ -148,9 +148,7 @@ class Frame:
                 lengths.append(1)
             end = place + 1
         pieces.append(full[end:])
-        return replace(
-            self, pieces=tuple(pieces), slot_lengths=tuple(lengths), head=places[0]
-        )
+        return replace(self, pieces=tuple(pieces), slot_lengths=tuple(lengths), head=places[0])
 
     def after(self, reasoning_ids: Sequence[int]) -> "Frame":
         """The same with the reasoning that was wanted, and its trigger, as fixed tokens.

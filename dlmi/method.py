@@ -22,7 +22,13 @@ from dlmi.judge import Judge
 from dlmi.lm import FrozenLM
 from dlmi.passes import StepLosses
 from dlmi.prompt_forms import Relaxation
-from dlmi.refinement import Refinement, check_refinement, dearest_step
+from dlmi.refinement import (
+    DEFAULT_HORIZON,
+    DEFAULT_WINDOW,
+    Refinement,
+    check_refinement,
+    dearest_step,
+)
 from dlmi.round_trip import mend_prompts
 from dlmi.slots import Budget, Slot
 from dlmi.targets import Target
@@ -43,6 +49,8 @@ class Method(LightningModule, ABC):
         norm_gradient_scale: Factor on gradients at the LM's norm layers.
         refine_after: Share of the budget after which the best discrete prompt is refined.
         refine_width: Swaps that a step of the refinement tries.
+        refine_window: Positions at the end of a prompt that it searches first.
+        refine_horizon: Tokens of the target that it reads from the first mistake on.
         slots: The targets in flight; None where there is none.
         Z: A tensor of each slot.
     """
@@ -58,6 +66,8 @@ class Method(LightningModule, ABC):
     norm_gradient_scale: float = 1.0
     refine_after: float = 1.0
     refine_width: int = 16
+    refine_window: int = DEFAULT_WINDOW
+    refine_horizon: int = DEFAULT_HORIZON
     _vocabulary: Vocabulary | None = None
     _fluency_term: Fluency | None = None
 
@@ -165,6 +175,8 @@ class Method(LightningModule, ABC):
             self.refine_width,
             prompt_bos=self.prompt_bos,
             fluency=self.fluency_term,
+            window=self.refine_window,
+            horizon=self.refine_horizon,
         )
 
     @property

@@ -1,10 +1,12 @@
 """What a search by swaps is made of: tokens that are right, their weights, swaps put together.
 
-Axes: C candidates, N prompt tokens, M target tokens.
+Axes: C candidates, N prompt tokens, W of them that are searched, K swaps of each, M target tokens.
 """
 
 import torch
 from torch import Tensor
+
+TRIED = -1  # in place of a swap that has been drawn
 
 _LATER_WEIGHT = 0.3  # of tokens behind the one after the first mistake
 
@@ -27,6 +29,30 @@ def count_right(output_ids: Tensor, target_ids: Tensor) -> Tensor:
     tensor([3, 1])
     """
     return (output_ids == target_ids).long().cumprod(-1).sum(-1)
+
+
+def draw_swaps(
+    swaps: Tensor, costs: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw swaps without replacement, the cheaper ones more often, and mark them as tried.
+
+    Args:
+        swaps: Tokens that each position may get, (W, K); `TRIED` where there is none any more.
+        costs: Of a swap at each position, (W,): it is drawn in proportion to 1 / cost.
+        count: How many at most, C.
+        generator: Source of the draws.
+
+    Returns:
+        Rows of `swaps` and tokens, (C,) each.
+    """
+    rows, places = (swaps != TRIED).nonzero(as_tuple=True)
+    # The smallest of exponential draws, each with a mean of its cost.
+    draws = torch.empty(len(rows), device=generator.device).exponential_(generator=generator)
+    chosen = (draws.to(costs.device) * costs[rows]).argsort()[:count]
+    rows, places = rows[chosen], places[chosen]
+    tokens = swaps[rows, places]
+    swaps[rows, places] = TRIED
+    return rows, tokens
 
 
 def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:

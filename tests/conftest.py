@@ -181,6 +181,10 @@ METHODS = {
     "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
     "echo_search": (EchoSearch, {"refine_width": 1, "starts": 1}),
     "echo_search_random": (EchoSearch, {"refine_width": 2, "starts": 3, "start": "random"}),
+    "echo_search_window": (
+        EchoSearch,
+        {"refine_width": 2, "starts": 2, "window": 2, "horizon": 2},
+    ),
     "soda_refined": (SODA, {"reset_every": 25, "refine_after": 0.8}),
     "dlmi_refined": (
         DLMI,

@@ -1,5 +1,6 @@
 """The search that follows a relaxation, against exhaustion on the tiny LM."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,8 +9,9 @@ from conftest import SMALL
 from test_contracts import LossCurve, assert_same
 
 from dlmi import InputError
-from dlmi.candidates import score_candidates
+from dlmi.candidates import ReadPrompt
 from dlmi.evaluation import evaluate_prompts
+from dlmi.frames import NO_FRAME, Frame
 from dlmi.methods import ADC, DLMI, GBDA, PEZ, REINFORCE, SODA
 from dlmi.refinement import Refinement
 from dlmi.round_trip import round_trips
@@ -107,15 +109,17 @@ def test_the_best_prompt_never_gets_worse_and_stepping_aside_does_not_lose_it(ti
 
 
 def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeypatch):
-    seen = []
-
-    def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
-        seen.extend((tuple(prompt_ids.tolist()), tuple(row)) for row in candidate_ids.tolist())
-        return score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
-
-    monkeypatch.setattr("dlmi.refinement.score_candidates", watched)
     search = Refinement(vocabulary, width=5)
     slot = opened(tiny, [4, 5, 6])
+    search._begin(slot)
+    seen, score = [], ReadPrompt.score
+
+    def watched(prompt, candidate_ids, **kwargs):
+        read = tuple(prompt._readings[0].ids.tolist())
+        seen.extend((read, tuple(row)) for row in candidate_ids.tolist())
+        return score(prompt, candidate_ids, **kwargs)
+
+    monkeypatch.setattr(ReadPrompt, "score", watched)
     for _ in range(12):
         search.step([slot])
     changes = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in seen]
@@ -127,25 +131,25 @@ def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeyp
 
 def test_a_step_takes_the_best_of_swaps_and_merges(tiny, vocabulary, monkeypatch):
     """Merges are made of swaps that help, and one of them is taken where it is better still."""
-    scored = []
+    scored, score = [], ReadPrompt.score
 
-    def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
-        losses, output_ids, cost = score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
+    def watched(prompt, candidate_ids, **kwargs):
+        losses, output_ids = score(prompt, candidate_ids, **kwargs)
         scores = losses - count_right(output_ids, torch.tensor(TARGET.ids))
-        scored.append((prompt_ids.tolist(), candidate_ids.tolist(), scores.tolist()))
-        return losses, output_ids, cost
+        scored.append((id(prompt), candidate_ids.tolist(), scores.tolist()))
+        return losses, output_ids
 
     search = Refinement(vocabulary, width=24)
     slot = opened(tiny, [4, 5, 6, 7, 8, 9])
     search._begin(slot)
-    monkeypatch.setattr("dlmi.refinement.score_candidates", watched)
+    monkeypatch.setattr(ReadPrompt, "score", watched)
     merges_taken = 0
     for _ in range(6):
         before = vocabulary.ids(search.columns(slot)).tolist()
         score_before = slot.memory["refined_score"]
         scored.clear()
         search.step([slot])
-        tried = [(rows, scores) for base, rows, scores in scored if base == before]
+        tried = [(rows, scores) for prompt, rows, scores in scored if prompt == scored[0][0]]
         (single, single_scores), *merged = tried
         rows, scores = [before], [score_before]
         for more_rows, more_scores in tried:
@@ -172,7 +176,7 @@ def test_swaps_that_cost_less_are_drawn_more_often(tiny, vocabulary):
     search = Refinement(vocabulary, width=1)
     slot = opened(tiny, [4, 5, 6])
     search._begin(slot)
-    search._propose([slot])
+    search._propose(slot)
     swaps, counts = slot.memory["refined_swaps"].clone(), torch.zeros(3)
     here = search.columns(slot)
     draws = 4000
@@ -202,7 +206,7 @@ def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, mo
     search = Refinement(vocabulary, width=1)
     slot = opened(tiny, [4, 5, 6])
     search._begin(slot)
-    search._propose([slot])
+    search._propose(slot)
     embeds = tiny.embed(torch.tensor([[4, 5, 6]]))
     weights = token_weights(slot.memory["refined_right"], 3)
     target_ids = torch.tensor([TARGET.ids])
@@ -221,6 +225,93 @@ def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, vocabulary, mo
         others = [column for column in range(len(vocabulary)) if column != here[position]]
         steepest = sorted(others, key=lambda column, p=position: slope(p, column))[:5]
         assert slot.memory["refined_swaps"][position].tolist() == steepest
+
+
+LONG = Target(id="long", ids=(5, 9, 11, 7, 13, 6), text="", k=None)
+FRAMES = {
+    "none": NO_FRAME,
+    "around": Frame(((1, 2), (3,)), head=2),
+    "two slots": Frame(((1,), (2, 8), (3,)), (2, 0), head=1),
+}
+
+
+def count_tokens(lm, monkeypatch):
+    """Tokens that really go through the model, forward; a list to be read later."""
+    counted, forward = [], lm.model.forward
+
+    def watched(*args, inputs_embeds, **kwargs):
+        counted.append(inputs_embeds.shape[0] * inputs_embeds.shape[1])
+        return forward(*args, inputs_embeds=inputs_embeds, **kwargs)
+
+    monkeypatch.setattr(lm.model, "forward", watched)
+    return counted
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("prompt_bos", [False, True])
+def test_a_window_scores_what_whole_prompts_score(tiny, vocabulary, frame, prompt_bos):
+    """Candidates that differ inside the window: as if nothing had been read before."""
+    target = dataclasses.replace(LONG, frame=FRAMES[frame])
+    prompt = torch.tensor([4, 5, 6, 7, 8])
+    candidates = prompt.repeat(6, 1)
+    candidates[torch.arange(6), torch.tensor([2, 3, 4, 2, 3, 4])] = torch.arange(9, 15)
+    narrow = dataclasses.replace(target, frame=target.frame.behind(prompt.tolist(), 2))
+    inside = ReadPrompt(tiny, prompt[2:], narrow, prompt_bos).score(candidates[:, 2:])
+    whole = ReadPrompt(tiny, prompt, target, prompt_bos).score(candidates)
+    torch.testing.assert_close(inside[0], whole[0], rtol=1e-9, atol=1e-9)
+    assert torch.equal(inside[1], whole[1])
+    for ids in candidates.tolist():
+        assert narrow.frame.full_ids(ids[2:]) == target.frame.full_ids(ids)
+
+
+def test_only_the_window_is_searched_and_it_is_widened_when_nothing_helps(tiny, vocabulary):
+    search = Refinement(vocabulary, width=4, window=2, horizon=2)
+    start = [4, 5, 6, 7, 8, 9, 10]
+    slot = opened(tiny, start, LONG)
+    widths = []
+    for _ in range(150):
+        search.step([slot])
+        widths.append(slot.memory["refined_window"])
+        first = len(start) - widths[-1]
+        assert vocabulary.ids(search.columns(slot))[:first].tolist() == start[:first]
+        if (swaps := slot.memory.get("refined_swaps")) is not None:
+            assert len(swaps) == widths[-1]
+    assert sorted(set(widths)) == [2, 4, 7]
+    assert widths == sorted(widths)
+
+
+def test_the_horizon_moves_with_the_first_mistake(tiny, vocabulary):
+    """Scores are those of the target cut off there, with its own weights."""
+    search = Refinement(vocabulary, width=16, window=3, horizon=2)
+    slot = opened(tiny, [4, 5, 6, 7], LONG)
+    seen = set()
+    for _ in range(60):
+        search.step([slot])
+        here = vocabulary.ids(search.columns(slot))
+        right, said_ids = slot.memory["refined_right"], slot.memory["refined_output_ids"]
+        assert len(said_ids) == min(right + 2, 6)
+        cut = dataclasses.replace(LONG, ids=LONG.ids[: right + 2])
+        assert slot.memory["refined_score"] == pytest.approx(score_of(tiny, here, cut), abs=1e-5)
+        [evaluation] = evaluate_prompts(tiny, here[None], [LONG], [0])
+        correct = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(LONG.ids, evaluation.output_ids, strict=True)
+        )
+        assert right == len(list(correct))
+        seen.add(right)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("window", [2, 5, 9])
+def test_a_slot_pays_for_what_the_lm_reads(tiny, vocabulary, window, monkeypatch):
+    """All tokens that went through the model, and those of gradients once more."""
+    tiny._prefixes.clear()
+    search = Refinement(vocabulary, width=6, window=window, horizon=3)
+    slot = opened(tiny, [4, 5, 6, 7, 8, 9, 10, 11, 12], LONG)
+    counted = count_tokens(tiny, monkeypatch)
+    for _ in range(40):
+        search.step([slot])
+    assert slot.forward_tokens == sum(counted)
+    assert 0 < slot.backward_tokens < slot.forward_tokens / 3
 
 
 def test_slots_do_not_meet(tiny, vocabulary):

@@ -22,7 +22,7 @@ from dlmi.echo import echo_prompts
 from dlmi.errors import check_at_least_one
 from dlmi.inverter import Inverter
 from dlmi.passes import StepLosses
-from dlmi.refinement import dearest_step
+from dlmi.refinement import DEFAULT_HORIZON, DEFAULT_WINDOW, dearest_step
 from dlmi.slots import Slot
 from dlmi.token_sets import AllowedTokens
 from dlmi.vocabulary import ForbiddenTokens
@@ -39,6 +39,8 @@ class EchoSearch(Inverter):
             tokens, in its order) or `random` tokens.
         starts: How many of them are looked at.
         refine_width: Swaps that a step tries.
+        window: Positions at the end of the prompt that are searched first; more when nothing helps.
+        horizon: Tokens of the target that the search reads from the first mistake on.
         eval_every: Steps between two greedy decodes of the best prompt.
         prompt_bos: Put BoS before the prompt, in the search and in evaluation.
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
@@ -56,7 +58,9 @@ class EchoSearch(Inverter):
         start: Literal["echo", "random"] = "echo",
         starts: int = 16,
         refine_width: int = 24,
-        eval_every: int = 2,
+        window: int = DEFAULT_WINDOW,
+        horizon: int = DEFAULT_HORIZON,
+        eval_every: int = 4,
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens = "all",
         forbid_target_tokens: ForbiddenTokens = "none",
@@ -73,9 +77,10 @@ class EchoSearch(Inverter):
             forbid_target_tokens,
             seed,
         )
-        check_at_least_one("model", starts=starts)
+        check_at_least_one("model", starts=starts, window=window, horizon=horizon)
         self.set_norm_gradient_scale(norm_gradient_scale)
         self.set_refinement(1.0, refine_width)
+        self.refine_window, self.refine_horizon = window, horizon
         self.start = start
         self.starts = starts
 
