@@ -72,6 +72,24 @@ def test_it_starts_from_the_likeliest_start_and_gets_better(start, data, fit):
         assert row.lcs == max(point.lcs for point in row.trace)
 
 
+def test_starts_differ_in_the_window_alone(data, fit, monkeypatch):
+    seen = []
+
+    def watched(lm, prompt_ids, candidate_ids, *args, **kwargs):
+        seen.append(candidate_ids)
+        return score_candidates(lm, prompt_ids, candidate_ids, *args, **kwargs)
+
+    monkeypatch.setattr("dlmi.methods.echo_search.score_candidates", watched)
+    options = {**SMALL, "prompt_length": 9, "steps": 1}
+    [row] = fit(EchoSearch(**options, window=4, starts=6), data(per_k=1, k=(3,))).values()
+    [starts] = seen
+    assert (starts[:, :5] == starts[0, :5]).all()
+    assert len({tuple(start) for start in starts[:, 5:].tolist()}) > 3
+    # The common beginning is read once, the likeliest start is evaluated: 9 + 6 * (4 + M - 1) ...
+    length = len(row.target_ids)
+    assert row.trace[0].token_passes <= 9 + 6 * (4 + length - 1) + 9 + 2 * (length - 1)
+
+
 @pytest.mark.real
 def test_an_echo_is_a_better_start_than_random_tokens():
     """On the packaged LM, where the target's own words are barred."""

@@ -98,8 +98,10 @@ class EchoSearch(Inverter):
         return {"Z": (self.prompt_length, len(self.vocabulary))}
 
     def initialise(self, slot: Slot) -> None:
-        """The likeliest of the starts."""
-        columns = self._starts(slot)
+        """The likeliest of the starts, which differ in the window alone: so they cost less."""
+        columns = self._starts(slot)  # (C, N)
+        before = max(self.prompt_length - self.refine_window, 0)
+        columns[:, :before] = columns[-1, :before].clone()
         start_ids = self.mended(slot, self.vocabulary.ids(columns))  # (C, N)
         losses, _, tokens_read = score_candidates(
             self.lm, start_ids[0], start_ids, slot.target, prompt_bos=self.prompt_bos
