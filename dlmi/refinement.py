@@ -212,11 +212,11 @@ class Refinement:
             self._kick(slot, columns)
 
     def _candidates(self, slot: Slot, columns: Tensor) -> Tensor:
-        """Swaps that were not tried yet, (C, N); the more have to be read after one, the rarer."""
+        """Swaps that were not tried yet, (C, N); the more has to be read after one, the rarer."""
         positions = torch.arange(self._first(slot), len(columns), device=columns.device)
         costs = len(columns) - positions + self._horizon(slot) - 1  # (W,)
         swaps = slot.memory[_key("swaps")]
-        rows, tokens = draw_swaps(swaps, costs, self.width, slot.generator)
+        rows, tokens = draw_swaps(swaps, costs**2, self.width, slot.generator)
         candidates = columns.repeat(len(rows), 1)
         candidates[torch.arange(len(rows)), positions[rows]] = tokens
         return candidates

@@ -32,13 +32,13 @@ def count_right(output_ids: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def draw_swaps(
-    swaps: Tensor, costs: Tensor, count: int, generator: torch.Generator
+    swaps: Tensor, rarity: Tensor, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw swaps without replacement, the cheaper ones more often, and mark them as tried.
+    """Draw swaps without replacement, and mark them as tried.
 
     Args:
         swaps: Tokens that each position may get, (W, K); `TRIED` where there is none any more.
-        costs: Of a swap at each position, (W,): it is drawn in proportion to 1 / cost.
+        rarity: Of the swaps at each position, (W,): they are drawn in proportion to 1 / rarity.
         count: How many at most, C.
         generator: Source of the draws.
 
@@ -46,9 +46,9 @@ def draw_swaps(
         Rows of `swaps` and tokens, (C,) each.
     """
     rows, places = (swaps != TRIED).nonzero(as_tuple=True)
-    # The smallest of exponential draws, each with a mean of its cost.
+    # The smallest of exponential draws, each with a mean of its rarity.
     draws = torch.empty(len(rows), device=generator.device).exponential_(generator=generator)
-    chosen = (draws.to(costs.device) * costs[rows]).argsort()[:count]
+    chosen = (draws.to(rarity.device) * rarity[rows]).argsort()[:count]
     rows, places = rows[chosen], places[chosen]
     tokens = swaps[rows, places]
     swaps[rows, places] = TRIED

@@ -109,6 +109,7 @@ def test_the_best_prompt_never_gets_worse_and_stepping_aside_does_not_lose_it(ti
 
 
 def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, vocabulary, monkeypatch):
+    monkeypatch.setattr("dlmi.refinement._PATIENCE", 1000)
     search = Refinement(vocabulary, width=5)
     slot = opened(tiny, [4, 5, 6])
     search._begin(slot)
@@ -172,7 +173,7 @@ def test_a_step_takes_the_best_of_swaps_and_merges(tiny, vocabulary, monkeypatch
 
 
 def test_swaps_that_cost_less_are_drawn_more_often(tiny, vocabulary):
-    """In proportion to 1 / tokens read after them: first draws, against their frequencies."""
+    """In proportion to 1 / cost squared, the tokens read after them: frequencies of first draws."""
     search = Refinement(vocabulary, width=1)
     slot = opened(tiny, [4, 5, 6])
     search._begin(slot)
@@ -184,7 +185,7 @@ def test_swaps_that_cost_less_are_drawn_more_often(tiny, vocabulary):
         slot.memory["refined_swaps"] = swaps.clone()
         [candidate] = search._candidates(slot, here)
         counts += candidate != here
-    weights = 1 / (3 - torch.arange(3) + len(TARGET.ids) - 1)
+    weights = 1 / (3 - torch.arange(3) + len(TARGET.ids) - 1) ** 2
     expected = weights / weights.sum()
     assert counts.sum() == draws
     deviation = (expected * (1 - expected) / draws).sqrt()
