@@ -101,6 +101,25 @@ def test_a_prefix_is_read_once(tiny):
     assert tiny.prefix([5, 6]).layers is not None
 
 
+def test_prefixes_that_were_not_used_for_long_are_let_go(tiny, monkeypatch):
+    monkeypatch.setattr("dlmi.lm._KEPT_PREFIXES", 2)
+    first, second = tiny.prefix([5, 6]), tiny.prefix([5, 7])
+    assert tiny.prefix([5, 6]) is first
+    tiny.prefix([5, 8])  # the second was used longest ago
+    assert tiny.prefix([5, 6]) is first
+    assert tiny.prefix([5, 7]) is not second
+
+
+def test_a_prefix_grows_from_what_is_known(lm):
+    """All keys and values are those of one pass."""
+    ids = random_ids(lm, 1, 6, seed=4)[0]
+    grown, whole = lm.read_prefix(ids[2:], lm.read_prefix(ids[:2])), lm.read_prefix(ids)
+    assert grown.ids.tolist() == ids.tolist()
+    prompt_ids, target_ids = random_ids(lm, 2, 3, seed=5), random_ids(lm, 2, 4, seed=6)
+    logits = [lm.target_logits(lm.embed(prompt_ids), target_ids, p) for p in (grown, whole)]
+    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("prefix_ids", [[], [4, 9]])
 def test_forced_and_greedy_are_those_run_apart(lm, prefix_ids):
     """With right beginnings of every length, from nothing to the whole target."""
