@@ -75,7 +75,8 @@ class Inversion:
         output_ids: The same as token ids.
         lcs: Honest LCS ratio: discrete prompt, free greedy decode.
         as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
-            the authors' public code logs it. Not comparable with `lcs`.
+            the authors' public code logs it. Not comparable with `lcs`. Tokens that a search has
+            not read, as they are beyond its horizon, count as wrong.
         exact: Whether the output is the target, token for token.
         round_trips: Whether `prompt_text` encodes to `prompt_ids` again, in a template the whole.
         round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
