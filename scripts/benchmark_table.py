@@ -68,6 +68,19 @@ def mean_lcs(rows: list[Row], budget: int) -> float:
     return mean(within(row, budget)[0] for row in rows)
 
 
+def overall(sizes: dict[tuple[int, int], dict[str, list[Row]]]) -> str:
+    """A line per method with rows of every size: the mean over sizes, and the best one's lead."""
+    labels = set.intersection(*(set(rows) for rows in sizes.values()))
+    means = {
+        label: mean(mean_lcs(rows[label], rows[label][0]["budgets"][-1]) for rows in sizes.values())
+        for label in labels
+    }
+    best = max(means.values(), default=0.0)
+    lines = sorted(means.items(), key=lambda item: item[1])
+    body = [[label, f"{m:.3f}", f"{best / m:.2f}" if m else "-"] for label, m in lines]
+    return table(["method", "mean LCS over sizes", "best / this"], body)
+
+
 def floors(rows: dict[str, list[Row]]) -> str:
     """What prompts say that nobody has optimised."""
     every = [row for mine in rows.values() for row in mine]
@@ -77,6 +90,9 @@ def floors(rows: dict[str, list[Row]]) -> str:
 
 
 if __name__ == "__main__":
-    for (target_length, prompt_length), by_label in sorted(read_cells(sys.argv[1:]).items()):
+    cells = read_cells(sys.argv[1:])
+    for (target_length, prompt_length), by_label in sorted(cells.items()):
         print(f"\nM={target_length}, N={prompt_length}. Floors (LCS): {floors(by_label)}.\n")
         print(describe(by_label))
+    if len(cells) > 1:
+        print(f"\nAt the whole budget:\n\n{overall(cells)}")
