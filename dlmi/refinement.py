@@ -293,13 +293,17 @@ class Refinement:
         return count_right(output_ids, target_ids[: output_ids.shape[-1]])
 
     def _move(self, slot: Slot, columns: Tensor, score: float, output_ids: Tensor) -> None:
-        memory = slot.memory
-        while (right := int(self._count_right(slot, output_ids))) != memory[_key("right")]:
+        memory, before = slot.memory, slot.memory[_key("columns")]
+        right = int(self._count_right(slot, output_ids))
+        is_known = right == memory[_key("right")]
+        while not is_known:
             memory[_key("right")] = right  # other weights and another horizon, so another score
             scores, [output_ids] = self._score(slot, self._read(slot, columns), columns[None])
             score = float(scores[0])
+            # More may be right beyond the old horizon; fewer is a tie that rounding has broken.
+            found = int(self._count_right(slot, output_ids))
+            right, is_known = max(right, found), found <= right
         slot.is_promising = right == len(slot.target.ids)
-        before = memory.get(_key("columns"), columns)
         for name in ("swaps", "waited", "aside_columns", "aside_score", "aside_output_ids"):
             memory.pop(_key(name), None)  # those of the prompt before
         memory[_key("columns")], memory[_key("score")] = columns, score

@@ -302,6 +302,19 @@ def test_the_horizon_moves_with_the_first_mistake(tiny, vocabulary):
     assert len(seen) > 1
 
 
+def test_a_tie_that_rounding_breaks_now_so_now_so_ends_nothing(tiny, vocabulary, monkeypatch):
+    """A pass of another length may round differently, and so decode another token."""
+    search = Refinement(vocabulary, width=4, horizon=2)
+    slot = opened(tiny, [4, 5, 6], LONG)
+    search._begin(slot)
+    outputs = itertools.cycle([(*LONG.ids[:1], 0), (*LONG.ids[:2], 0)])
+    monkeypatch.setattr(
+        Refinement, "_score", lambda *_: (torch.zeros(1), torch.tensor([next(outputs)]))
+    )
+    search._move(slot, search.columns(slot), 0.0, torch.tensor(LONG.ids[:2]))
+    assert slot.memory["refined_right"] == 2
+
+
 @pytest.mark.parametrize("window", [2, 5, 9])
 def test_a_slot_pays_for_what_the_lm_reads(tiny, vocabulary, window, monkeypatch):
     """All tokens that went through the model, and those of gradients once more."""
