@@ -72,7 +72,6 @@ def score_candidates(
     loss: LossName = "cross_entropy",
     prompt_bos: bool = False,
     fluency: Fluency | None = None,
-    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """Teacher-forced scores of candidates whose prompt is read for them alone.
 
@@ -80,7 +79,7 @@ def score_candidates(
         What `ReadPrompt.score` gives, and how many tokens the LM has read.
     """
     prompt = ReadPrompt(lm, prompt_ids, target, prompt_bos, fluency)
-    losses, output_ids = prompt.score(candidate_ids, loss, token_weights)
+    losses, output_ids = prompt.score(candidate_ids, loss)
     return losses, output_ids, prompt.tokens_read
 
 

@@ -137,7 +137,7 @@ class Refinement:
         first = self._first(slot)
         columns = slot.memory[_key("columns")]
         mine = columns[first:, None]  # (W, 1)
-        embeds = matrix[mine[None, None, :, 0]].clone().requires_grad_()  # (1, 1, W, d)
+        embeds = matrix[columns[first:]][None, None].clone().requires_grad_()  # (1, 1, W, d)
         with torch.enable_grad():
             losses, _ = target_pass(
                 self.vocabulary.lm,
