@@ -1,30 +1,50 @@
-"""Find the prompt that makes a frozen language model say exactly this."""
+"""Find the prompt that makes a frozen language model say exactly this.
 
-from dlmi.data import TargetDataModule
-from dlmi.errors import InputError
-from dlmi.invert_text import FoundPrompt, Progress, invert
-from dlmi.inverter import Inverter
-from dlmi.lm import FrozenLM
-from dlmi.methods import DLMI
-from dlmi.models import load_lm
-from dlmi.results import Inversion, read_rows
-from dlmi.targets import Target
+The public names are imported when they are first used: `import dlmi` alone loads no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dlmi.version import __version__
-from dlmi.vocabulary import Vocabulary
 
-__all__ = [
-    "DLMI",
-    "FoundPrompt",
-    "FrozenLM",
-    "InputError",
-    "Inversion",
-    "Inverter",
-    "Progress",
-    "Target",
-    "TargetDataModule",
-    "Vocabulary",
-    "__version__",
-    "invert",
-    "load_lm",
-    "read_rows",
-]
+if TYPE_CHECKING:  # for readers of types only: at run time `__getattr__` imports them
+    from dlmi.errors import InputError as InputError
+    from dlmi.invert_text import Progress as Progress
+    from dlmi.invert_text import invert as invert
+    from dlmi.lm.frozen_lm import FrozenLM as FrozenLM
+    from dlmi.lm.loading import load_lm as load_lm
+    from dlmi.methods import DLMI as DLMI
+    from dlmi.rows import Inversion as Inversion
+    from dlmi.rows import read_rows as read_rows
+    from dlmi.run.data import TargetDataModule as TargetDataModule
+    from dlmi.run.inverter import Inverter as Inverter
+    from dlmi.targets.target import Target as Target
+    from dlmi.tokens.vocabulary import Vocabulary as Vocabulary
+
+_HOME = {
+    "DLMI": "dlmi.methods",
+    "FrozenLM": "dlmi.lm.frozen_lm",
+    "InputError": "dlmi.errors",
+    "Inversion": "dlmi.rows",
+    "Inverter": "dlmi.run.inverter",
+    "Progress": "dlmi.invert_text",
+    "Target": "dlmi.targets.target",
+    "TargetDataModule": "dlmi.run.data",
+    "Vocabulary": "dlmi.tokens.vocabulary",
+    "invert": "dlmi.invert_text",
+    "load_lm": "dlmi.lm.loading",
+    "read_rows": "dlmi.rows",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dlmi' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

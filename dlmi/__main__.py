@@ -1,6 +1,6 @@
 """`python -m dlmi`."""
 
-from dlmi.cli import main
+from dlmi.cli.main import main
 
 if __name__ == "__main__":
     main()

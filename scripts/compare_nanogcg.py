@@ -15,13 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dlmi import FrozenLM, Target, TargetDataModule, load_lm
+from dlmi import FrozenLM, Inverter, Target, TargetDataModule, load_lm
 from dlmi.bench.timing import StepClock
-from dlmi.memory import keep_freed_memory
+from dlmi.lm.loading import PACKAGED
+from dlmi.lm.memory import keep_freed_memory
 from dlmi.methods import GCG
-from dlmi.models import PACKAGED
-from dlmi.quiet_run import run_quietly
-from dlmi.targets import texts_to_targets
+from dlmi.run.quiet import run_quietly
+from dlmi.targets.files import texts_to_targets
 
 # BoS and the prompt, as this tool has them: a chat template would add tokens to every row.
 THEIRS = """
@@ -51,7 +51,8 @@ print(json.dumps((seconds(1 + steps) - seconds(1)) / steps))
 
 def our_seconds(lm: FrozenLM, target: Target, length: int, width: int, steps: int) -> float:
     """Median time of a step of this tool."""
-    module = GCG(length, steps + 2, search_width=width, eval_every=steps + 2, prompt_bos=True)
+    method = GCG(search_width=width)
+    module = Inverter(method, length, steps=steps + 2, eval_every=steps + 2, prompt_bos=True)
     clock = StepClock(lm.device)
     run_quietly(module, TargetDataModule.of(lm, [target], batch_size=1), [clock])
     return statistics.median(clock.seconds)

@@ -1,7 +1,7 @@
 """Kill a run again and again, resume it each time, and compare with a run that was left alone.
 
 `.venv/bin/python scripts/soak.py` takes some minutes: 500 targets of a tiny LM through 8 slots on
-2 ranks, killed every few seconds (all ranks, or one of them, or asked to stop by SIGTERM). It ends
+2 workers, killed every few seconds (all, or one of them, or asked to stop by SIGTERM). It ends
 with exit code 0 if every row is there, once, and equal to the undisturbed one, and if neither the
 memory nor the open files of the undisturbed run grow.
 """
@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]
 
-from conftest import make_config, make_tokenizer  # noqa: E402
+from helpers.tiny_models import make_config, make_tokenizer  # noqa: E402
 
 from dlmi import read_rows  # noqa: E402
-from dlmi.results import count_finished  # noqa: E402
+from dlmi.rows import count_finished  # noqa: E402
 
 _ENOUGH_FOR_A_SLOPE = 100  # targets
+METHODS = {"DLMI": {"tau0": 1, "num_samples": 2}, "SwapSearch": {"width": 4, "num_starts": 2}}
 SAME = ("prompt_ids", "output_ids", "lcs", "best_step", "steps", "stop_reason", "forward_tokens")
 
 
@@ -39,18 +40,18 @@ def command(lm: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     flags = {
         "data.lm": lm,
         "data.dtype": "float64",
-        "data.k": "[3]",
-        "data.per_k": options.targets,
-        "data.target_length": 4,
+        "data.targets": "ByRank",
+        "data.targets.k": "[3]",
+        "data.targets.per_k": options.targets,
+        "data.targets.length": 4,
         "data.batch_size": options.slots,
-        "model": "DLMI",
+        "model.method": options.method,
         "model.prompt_length": 5,
         "model.steps": options.steps,
         "model.eval_every": 5,
-        "model.tau0": 1,
-        "model.num_samples": 2,
+        **{f"model.method.{name}": value for name, value in METHODS[options.method].items()},
         "trainer.accelerator": "cpu",
-        "trainer.devices": options.ranks,
+        "trainer.devices": options.workers,
         "trainer.logger.init_args.save_dir": folder.parent.parent,
         "trainer.logger.init_args.name": folder.parent.name,
         "trainer.logger.init_args.version": folder.name,
@@ -72,12 +73,12 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 def disturb(process: "subprocess.Popen[bytes]", dice: random.Random) -> str:
     """One of three ways to end a run."""
-    ranks = psutil.Process(process.pid).children()
+    workers = psutil.Process(process.pid).children()
     way = dice.choice(["all", "one", "term"])
     if way == "all":
         os.killpg(process.pid, signal.SIGKILL)
     elif way == "one":
-        os.kill(dice.choice([process.pid, *(rank.pid for rank in ranks)]), signal.SIGKILL)
+        os.kill(dice.choice([process.pid, *(worker.pid for worker in workers)]), signal.SIGKILL)
     else:
         process.terminate()
     process.wait()
@@ -109,14 +110,14 @@ def soak(words: list[str], folder: Path, log: Path, options: argparse.Namespace)
 
 
 def watch(words: list[str], folder: Path, log: Path) -> "list[tuple[int, int, int]]":
-    """An undisturbed run: finished targets, bytes and open files of all ranks, over time."""
+    """An undisturbed run: finished targets, bytes and open files of all workers."""
     process = start(words, log)
     samples = []
     while process.poll() is None:
         try:
-            ranks = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
-            memory = sum(rank.memory_info().rss for rank in ranks)
-            files = sum(rank.num_fds() for rank in ranks)
+            workers = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+            memory = sum(worker.memory_info().rss for worker in workers)
+            files = sum(worker.num_fds() for worker in workers)
             samples.append((count_finished(folder), memory, files))
         except psutil.Error:
             break
@@ -129,9 +130,10 @@ def watch(words: list[str], folder: Path, log: Path) -> "list[tuple[int, int, in
 def main() -> None:
     """Both runs, and the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=METHODS, default="DLMI")
     parser.add_argument("--targets", type=int, default=500)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lives", type=int, default=1000, help="How often to kill at most.")
     parser.add_argument("--kill_within", type=float, default=4.0, help="Seconds after a new row.")
@@ -165,8 +167,8 @@ def main() -> None:
     is_right = len(found) == lines == len(expected) == options.targets and not differing
     report = {"rows": lines, "deaths": lives, "differing": differing, **growth}
     print(json.dumps({**report, "folder": str(place)}, indent=1))
-    # A row that rank 0 keeps takes some 20 kB; what grows beyond that is a leak. A slope over a few
-    # targets is only the run warming up.
+    # A row that worker 0 keeps takes some 20 kB; what grows beyond that is a leak. A slope over a
+    # few targets is only the run warming up.
     is_flat = (
         options.targets < _ENOUGH_FOR_A_SLOPE
         or not growth

@@ -8,62 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.methods import METHODS, RUN_OPTIONS, make_inverter
+from helpers.tiny_models import SIZES, VOCAB, make_config, make_tokenizer
 from lightning.pytorch import Trainer
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
 )
 
 from dlmi import TargetDataModule, load_lm
-from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA, EchoSearch
-
-WORDS = [f"w{i}" for i in range(28)]
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-VOCAB = 32
-
-
-def make_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
-    """A whitespace tokenizer of 31 or 32 tokens; without `bos` it has only EoS."""
-    special = ["<unk>", "<eos>"] + (["<bos>"] if bos else [])
-    vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"unk_token": "<unk>", "eos_token": "<eos>"}
-    if bos:
-        names["bos_token"] = "<bos>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-def make_config(kind: str):
-    common = {"vocab_size": VOCAB, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.6}
-    wide = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 64}
-    if kind == "llama":
-        return LlamaConfig(**common, **wide, num_key_value_heads=1, tie_word_embeddings=True)
-    if kind == "llama_untied":
-        return LlamaConfig(**common, **wide, num_key_value_heads=2, tie_word_embeddings=False)
-    if kind == "gpt2":
-        return GPT2Config(**common, n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    if kind == "gpt_neox":
-        return GPTNeoXConfig(**common, **wide, rotary_pct=0.5)
-    if kind == "qwen2":
-        return Qwen2Config(**common, **wide, num_key_value_heads=1, tie_word_embeddings=True)
-    if kind == "gemma":
-        return GemmaConfig(**common, **wide, num_key_value_heads=1, head_dim=8)
-    if kind == "mistral":  # a window that forgets: no cache to share
-        return MistralConfig(**common, **wide, num_key_value_heads=1, sliding_window=4)
-    raise ValueError(kind)
-
-
-KINDS = ["llama", "llama_untied", "gpt2", "gpt_neox", "qwen2", "gemma", "mistral"]
+from dlmi.targets.sources import ByRank, File, Texts
 
 
 @pytest.fixture(scope="session")
@@ -95,18 +50,22 @@ def tiny(model_folder):
 
 @pytest.fixture
 def data(model_folder):
-    """A data module on the tiny Llama; four targets unless told otherwise."""
+    """A data module on the tiny Llama; four targets unless told otherwise.
+
+    `k`, `per_k` and `length` are those of `ByRank`; `texts` and `file` are in place of them.
+    """
 
     def make(**options) -> TargetDataModule:
-        defaults = {
-            "lm": str(model_folder()),
-            "dtype": "float64",
-            "batch_size": 2,
-            "k": (1, 3),
-            "per_k": 2,
-            "target_length": 4,
-        }
-        return TargetDataModule(**{**defaults, **options})
+        ranks = {"k": (1, 3), "per_k": 2, "length": 4}
+        ranks = {name: options.pop(name, value) for name, value in ranks.items()}
+        if "texts" in options:
+            source = Texts(list(options.pop("texts")))
+        elif "file" in options:
+            source = File(str(options.pop("file")))
+        else:
+            source = ByRank(**ranks)
+        usual = {"lm": str(model_folder()), "dtype": "float64", "batch_size": 2, "targets": source}
+        return TargetDataModule(**{**usual, **options})
 
     return make
 
@@ -133,89 +92,23 @@ def fit(tmp_path):
     return run
 
 
-SMALL = {"prompt_length": 5, "steps": 12, "eval_every": 4}
-
-# Small settings under which each method class of the package, and each of its ways, runs on the
-# tiny LM. The contracts run for every row.
-METHODS = {
-    "dlmi": (DLMI, {"tau0": 1.0, "num_samples": 2}),
-    "dlmi_shared_free_run": (
-        DLMI,
-        {"tau0": 2.0, "num_samples": 2, "temperature": "shared", "teacher_forcing": False},
-    ),
-    "dlmi_soft_next_token": (
-        DLMI,
-        {
-            "tau0": 1.0,
-            "num_samples": 8,
-            "teacher_forcing": False,
-            "next_token": "gumbel_softmax",
-            "loss": "hinge",
-            "lr": 0.4,
-        },
-    ),
-    "dlmi_rao": (DLMI, {"tau0": 1.0, "num_samples": 2, "estimator": "gumbel_rao", "lr": 0.4}),
-    "dlmi_fixed_reinmax": (
-        DLMI,
-        {"tau0": 1.0, "num_samples": 2, "temperature": "fixed", "estimator": "reinmax", "lr": 0.4},
-    ),
-    "gbda_annealed_final_samples": (
-        GBDA,
-        {"tau": 2.0, "tau_end": 0.5, "num_samples": 2, "final_samples": 6, "lr": 0.3},
-    ),
-    "dlmi_fluent": (
-        DLMI,
-        {"tau0": 1.0, "num_samples": 2, "estimator": "straight_through", "fluency": 0.3, "lr": 0.4},
-    ),
-    "reinforce": (REINFORCE, {"num_samples": 16, "lr": 0.3}),
-    "reinforce_rloo": (
-        REINFORCE,
-        {"num_samples": 16, "baseline": "rloo", "teacher_forcing": True, "lr": 0.3},
-    ),
-    "soda": (SODA, {"reset_every": 25}),
-    "soda_fluent": (SODA, {"reset_every": 25, "fluency": 0.3}),
-    "gcg": (GCG, {"search_width": 16, "topk": 8}),
-    "gcg_fluent": (GCG, {"search_width": 16, "topk": 8, "fluency": 0.3}),
-    "pez": (PEZ, {"lr": 0.03}),
-    "adc": (ADC, {"restarts": 2, "lr": 1.0, "norm_gradient_scale": 0.85}),
-    "adc_refined": (ADC, {"restarts": 1, "lr": 1.0, "refine_after": 0.3, "refine_width": 8}),
-    "echo_search": (EchoSearch, {"refine_width": 1, "starts": 1}),
-    "echo_search_random": (EchoSearch, {"refine_width": 2, "starts": 3, "start": "random"}),
-    "echo_search_window": (
-        EchoSearch,
-        {"refine_width": 2, "starts": 2, "window": 2, "horizon": 2},
-    ),
-    "soda_refined": (SODA, {"reset_every": 25, "refine_after": 0.8}),
-    "dlmi_refined": (
-        DLMI,
-        {"num_samples": 2, "norm_gradient_scale": 0.85, "refine_after": 0.5, "lr": 0.4},
-    ),
-}
-
-
-def _names(*without):
-    """Rows of `METHODS` that leave some options alone."""
-    return [name for name, (_, options) in METHODS.items() if not {*without} & {*options}]
-
-
 def _maker(name):
-    method, settings = METHODS[name]
-    return lambda **options: method(**{**SMALL, **settings, **options})
+    return lambda **options: make_inverter(name, **options)
 
 
 @pytest.fixture(params=list(METHODS))
 def make_method(request):
-    """Each row of `METHODS` in turn, as a function of further options."""
+    """Each row of `METHODS` in turn, as a function of further options of the inverter."""
     return _maker(request.param)
 
 
-@pytest.fixture(params=_names("fluency"))
+@pytest.fixture(params=[name for name in METHODS if name not in RUN_OPTIONS])
 def make_framed_method(request):
     """Those that work in a template."""
     return _maker(request.param)
 
 
-@pytest.fixture(params=[n for n in _names("fluency", "refine_after") if "echo" not in n])
+@pytest.fixture(params=[name for name in METHODS if name not in RUN_OPTIONS])
 def make_shared_method(request):
     """Those that learn one prompt for many examples."""
     return _maker(request.param)

@@ -1,22 +1,15 @@
 import math
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlmi.metrics import (
-    ExactRate,
-    LCSRatio,
-    OverlapRatio,
-    PromptPerplexity,
-    TargetHitRatio,
     lcs_length,
     lcs_members,
     lcs_ratio,
     overlap_ratio,
+    perplexity,
     target_hit_ratio,
 )
 
@@ -64,41 +57,11 @@ def test_overlap_and_hits_agree_on_disjoint_and_equal(prompt, target):
     assert overlap_ratio(target, target) == target_hit_ratio(target, target) == 1
 
 
-# Two sequences for each target; ranks get unequal shares, so a mean of means would be wrong.
-PAIRS = [([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [3, 9, 9]), ([4, 5], [6, 7])]
-METRICS = {
-    LCSRatio: [1, 1 / 3, 0],
-    ExactRate: [1, 0, 0],
-    OverlapRatio: [1, 1 / 3, 0],
-    TargetHitRatio: [1, 1 / 2, 0],
-}
+@given(st.lists(st.floats(-20.0, 0.0), min_size=1, max_size=5))
+def test_perplexity_is_the_geometric_mean_of_inverse_probabilities(log_probs):
+    expected = math.prod(math.exp(-p) for p in log_probs) ** (1 / len(log_probs))
+    assert perplexity(log_probs) == pytest.approx(expected)
 
 
-def update_share(rank, address):
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    share = PAIRS[:1] if rank == 0 else PAIRS[1:]
-    try:
-        for kind, expected in METRICS.items():
-            metric = kind()
-            for pair in share:
-                metric.update(*pair)
-            assert float(metric.compute()) == pytest.approx(sum(expected) / 3), kind
-        metric = PromptPerplexity()
-        for value in (10.0,) if rank == 0 else (100.0, 1e6):
-            metric.update(value)
-        assert float(metric.compute()) == pytest.approx(1e3, rel=1e-5)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_metrics_are_right_across_ranks(tmp_path):
-    mp.spawn(update_share, args=(f"file://{tmp_path / 'store'}",), nprocs=2)
-
-
-@given(st.lists(st.floats(1.0, 1e9), min_size=1, max_size=5))
-def test_prompt_perplexity_is_the_geometric_mean(values):
-    metric = PromptPerplexity()
-    for value in values:
-        metric.update(value)
-    expected = math.exp(sum(map(math.log, values)) / len(values))
-    torch.testing.assert_close(float(metric.compute()), expected, rtol=1e-5, atol=0)
+def test_perplexity_of_what_cannot_be_is_infinite():
+    assert perplexity([-1e4]) == math.inf

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from dlmi.bench.lm_sizes import Size, Sizes
 from dlmi.bench.textbook import TextbookProcess
 from dlmi.bench.timing import StepClock, peak_of, seconds_of
-from dlmi.compiled import CompileSetting
-from dlmi.data import TargetDataModule
-from dlmi.lm import FrozenLM
+from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods import DLMI
-from dlmi.quiet_run import run_quietly
-from dlmi.targets import Target
-from dlmi.vocabulary import Vocabulary
+from dlmi.run.data import TargetDataModule
+from dlmi.run.inverter import Inverter
+from dlmi.run.quiet import run_quietly
+from dlmi.targets.target import Target
 
 SHAPES = ((10, 20, 8), (80, 20, 8), (80, 20, 1))  # N, M, S
 
@@ -46,8 +46,6 @@ class StepTimes:
         textbook_peak_bytes: In the textbook's step.
         token_passes_per_second: Tokens sent forward or backward through the LM by this tool.
         matmul_share: Of the machine's measured matrix-product speed, by this tool.
-        compiled_seconds: Of a step with the LM compiled, where that was asked for.
-        compiled_floor_seconds: Of the floor, not compiled, in turn with it.
     """
 
     prompt_length: int
@@ -62,20 +60,15 @@ class StepTimes:
     textbook_peak_bytes: int
     token_passes_per_second: float
     matmul_share: float
-    compiled_seconds: float | None
-    compiled_floor_seconds: float | None
 
     def ratios(self) -> dict[str, float]:
         """What the times and peaks come to."""
-        ratios = {
+        return {
             "step / floor": self.seconds / self.floor_seconds,
             "textbook / step": self.textbook_seconds / self.seconds,
             "extra peak MB": (self.peak_bytes - self.floor_peak_bytes) / 1e6,
             "steps per second": 1 / self.seconds,
         }
-        if self.compiled_seconds is not None and self.compiled_floor_seconds is not None:
-            ratios["compiled step / floor"] = self.compiled_seconds / self.compiled_floor_seconds
-        return ratios
 
 
 def time_steps(
@@ -84,7 +77,6 @@ def time_steps(
     shape: tuple[int, int, int],
     repeats: int,
     flops: float,
-    compiled: bool,
 ) -> StepTimes:
     """Time the three, in turn.
 
@@ -94,10 +86,9 @@ def time_steps(
         shape: N, M, S.
         repeats: Timed steps of each.
         flops: Measured speed of a matrix product.
-        compiled: Time this tool's step with a compiled LM as well.
     """
     length, target_length, samples = shape
-    target_ids = _random_ids(lm, 1, target_length)
+    target_ids = random_ids(lm, 1, target_length)
     floor = Floor(lm, length, samples, target_ids)
     floor_seconds: list[float] = []
     textbook_seconds: list[float] = []
@@ -113,23 +104,12 @@ def time_steps(
             turn()
 
     textbook.ask("begin", length, samples, target_ids.tolist())
-    clock = _time_ours(lm, shape, target_ids, repeats, others)
+    warm_up = 3
+    clock = StepClock(lm.device, others, warm_up)
+    target = Target.single("bench", tuple(target_ids[0].tolist()), "")
+    data = TargetDataModule.of(lm, [target], batch_size=1)
+    run_quietly(_inverter(length, samples, warm_up + repeats), data, [clock])
     seconds = statistics.median(clock.seconds)
-    tokens = 2 * samples * (length + target_length - 1)
-    compiled_seconds = compiled_floor_seconds = None
-    if compiled:
-        beside: list[float] = []
-        compiled_clock = _time_ours(
-            lm,
-            shape,
-            target_ids,
-            repeats,
-            lambda: beside.append(seconds_of(floor.step, lm.device)),
-            warm_up=4,  # the first step is as it is, the second compiles
-            compile=True,
-        )
-        compiled_seconds = statistics.median(compiled_clock.seconds)
-        compiled_floor_seconds = statistics.median(beside)
     return StepTimes(
         length,
         target_length,
@@ -141,31 +121,14 @@ def time_steps(
         clock.peak_bytes,
         peak_of(floor.lm_pass, lm.device),
         int(textbook.ask("peak")),
-        tokens / seconds,
+        2 * samples * (length + target_length - 1) / seconds,
         floor.operations() / seconds / flops,
-        compiled_seconds,
-        compiled_floor_seconds,
     )
 
 
-def _time_ours(
-    lm: FrozenLM,
-    shape: tuple[int, int, int],
-    target_ids: Tensor,
-    repeats: int,
-    between: Callable[[], None] | None,
-    warm_up: int = 3,
-    compile: CompileSetting = False,
-) -> StepClock:
-    """This tool, as a user runs it, on one target that it will not solve on the way."""
-    length, _, samples = shape
-    target = Target("bench", tuple(target_ids[0].tolist()), "")
-    steps = warm_up + repeats
-    module = DLMI(length, steps, num_samples=samples, eval_every=steps)
-    clock = StepClock(lm.device, between, warm_up)
-    data = TargetDataModule.of(lm, [target], batch_size=1, compile=compile)
-    run_quietly(module, data, [clock])
-    return clock
+def _inverter(length: int, samples: int, steps: int) -> Inverter:
+    """What is timed: this tool as a user runs it, with no evaluation on the way."""
+    return Inverter(DLMI(num_samples=samples), length, steps=steps, eval_every=steps)
 
 
 class Floor:
@@ -181,8 +144,8 @@ class Floor:
     def __init__(self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor) -> None:
         self.lm = lm
         self.target_ids = target_ids.expand(samples, -1)
-        self.embeds = lm.embed(_random_ids(lm, samples, length)).clone()
-        self.matrix = Vocabulary(lm).matrix.float()
+        self.embeds = lm.embed(random_ids(lm, samples, length)).clone()
+        self.matrix = lm.embed(lm.prompt_token_ids.to(lm.device)).float()
         rows, columns = samples * length, len(self.matrix)
         self.weights = torch.rand(rows, columns, device=lm.device)
         self.gradient = torch.rand(rows, self.matrix.shape[1], device=lm.device)
@@ -190,8 +153,7 @@ class Floor:
     def lm_pass(self) -> None:
         """Forward and backward to the embeddings."""
         embeds = self.embeds.requires_grad_()
-        with self.lm.compiled.paused():
-            logits = self.lm.target_logits(embeds, self.target_ids)
+        logits = self.lm.target_logits(embeds, self.target_ids)
         loss = F.cross_entropy(logits.flatten(0, 1), self.target_ids.flatten())
         torch.autograd.grad(loss, embeds)
 
@@ -201,14 +163,15 @@ class Floor:
         torch.mm(self.weights, self.matrix, out=self.gradient)
         torch.mm(self.gradient, self.matrix.T, out=self.weights)
 
-    def operations(self) -> float:
-        """Floating-point operations of a step: products with weights, attention, E."""
-        samples, length, _ = self.embeds.shape
-        size = Size(length, self.target_ids.shape[1], samples, len(self.matrix))
-        return Sizes.of(self.lm.model).step_operations(size)
+    def operations(self) -> int:
+        """Floating-point operations of the products in a step, attention op by op."""
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            self.step()
+        return int(counter.get_total_flops())
 
 
-def _random_ids(lm: FrozenLM, rows: int, length: int) -> Tensor:
+def random_ids(lm: FrozenLM, rows: int, length: int) -> Tensor:
+    """Prompts or targets, (rows, length), the same each time."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(len(lm.prompt_token_ids), (rows, length), generator=generator)
     return lm.prompt_token_ids[columns].to(lm.device)

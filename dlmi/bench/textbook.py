@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlmi.bench.timing import peak_of, seconds_of
-from dlmi.lm import FrozenLM
-from dlmi.models import load_lm
-from dlmi.placement import DType
-from dlmi.relaxation import temperature_law
-from dlmi.vocabulary import Vocabulary
+from dlmi.estimators.temperature import temperature_law
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.loading import load_lm
+from dlmi.lm.placement import DType
 
 
 class Textbook:
@@ -39,7 +38,7 @@ class Textbook:
         self.target_ids = target_ids.expand(samples, -1)
         self.samples = samples
         self.tau0 = tau0
-        self.matrix = Vocabulary(lm).matrix.float()
+        self.matrix = lm.embed(lm.prompt_token_ids.to(lm.device)).float()
         self.logits = nn.Parameter(torch.randn(length, len(self.matrix), device=lm.device))
         self.phi = nn.Parameter(torch.randn(length, device=lm.device))
         self.optimizer = torch.optim.Adam([self.logits, self.phi], lr=0.1)

@@ -12,9 +12,9 @@ from typing import Any
 
 from dlmi.compare.grid import Cell, Grid, as_yaml
 from dlmi.errors import InputError
-from dlmi.json_lines import build, read_json_file
+from dlmi.jsonl import build, read_json_file
 from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
-from dlmi.results import count_finished
+from dlmi.rows import count_finished
 
 _POLL_SECONDS = 0.2
 _LAST_BYTES = 4096
@@ -54,16 +54,20 @@ class CellRun:
         stored = self._stored()
         if stored is None:
             return
-        for section in ("model", "data"):
-            before = _flat(stored.settings.get(section, {}))
-            now = _flat(self._record["settings"][section])
-            for name in sorted({*before, *now}):
-                if before.get(name) != now.get(name):
-                    raise InputError(
-                        f"Expected the grid to be the one that {self.root} was begun with, but "
-                        f"{self.cell.name} was run with {section}.{name} = {before.get(name)!r} "
-                        f"and is now to be run with {now.get(name)!r}. Choose another `out`."
-                    )
+        if "method" not in stored.settings.get("model", {}):
+            raise InputError(
+                f"Expected {self.root} to be a comparison of this version of dlmi, but "
+                f"{self.cell.name} was run by an earlier one, whose cells cannot be continued. "
+                f"Choose another `out`; `python -m dlmi report {self.root}` still reads it."
+            )
+        before, now = _flat(stored.settings), _flat(self._record["settings"])
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                raise InputError(
+                    f"Expected the grid to be the one that {self.root} was begun with, but "
+                    f"{self.cell.name} was run with {name} = {before.get(name)!r} and is now to be "
+                    f"run with {now.get(name)!r}. Choose another `out`."
+                )
 
     @property
     def seconds(self) -> float | None:
@@ -168,8 +172,16 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("dlmi: error: ") if lines else ""
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    arguments = settings.get("init_args")
-    if not isinstance(arguments, dict):
-        return settings
-    return {**{k: v for k, v in settings.items() if k != "init_args"}, **arguments}
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by the names that `fit` knows them by, such as `model.method.tau0`.
+
+    >>> _flat({"model": {"method": {"class_path": "DLMI", "init_args": {"tau0": 1.0}}}})
+    {'model.method.class_path': 'DLMI', 'model.method.tau0': 1.0}
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= _flat(value, prefix if name == "init_args" else f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

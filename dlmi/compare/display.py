@@ -11,17 +11,22 @@ from rich.table import Table
 
 from dlmi.compare.cells import CellRun
 from dlmi.compare.grid import Grid
-from dlmi.display import clock, visible
+from dlmi.text import clock, visible
 
 _LOG_SECONDS = 60.0
 
 
 @dataclass
 class _Cost:
-    """Of some cells: how many, what of them is done with, and at which speed."""
+    """Of some cells: how many, what of them is done with, and at which speed.
+
+    Token passes are those of cells whose cost is known; `unknown` counts the others.
+    """
 
     cells: int
     done: int
+    unknown: int
+    share: float
     token_passes: float
     done_passes: float
     speed: float | None
@@ -30,12 +35,18 @@ class _Cost:
     def of(cls, runs: Sequence[CellRun]) -> "_Cost":
         """As it stands on disk."""
         done = [run for run in runs if run.seconds is not None]
-        passes = sum(run.cell.token_passes or 0 for run in done)
-        seconds = sum(run.seconds or 0 for run in done)
-        partly = sum(_share(run) * (run.cell.token_passes or 0) for run in runs if run not in done)
+        known = [run for run in done if run.cell.token_passes]
+        passes = sum(run.cell.token_passes or 0 for run in known)
+        seconds = sum(run.seconds or 0 for run in known)
+        shares = {run.cell.name: _share(run) for run in runs if run not in done}
+        partly = sum(
+            shares[run.cell.name] * (run.cell.token_passes or 0) for run in runs if run not in done
+        )
         return cls(
             cells=len(runs),
             done=len(done),
+            unknown=sum(run.cell.token_passes is None for run in runs),
+            share=(len(done) + sum(shares.values())) / len(runs) if runs else 1.0,
             token_passes=sum(run.cell.token_passes or 0 for run in runs),
             done_passes=passes + partly,
             speed=passes / seconds if seconds and passes else None,
@@ -64,7 +75,7 @@ class GridDisplay:
         start = _Cost.of(self._runs)
         self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
         if self.console.is_terminal:
-            self._task = self._bar.add_task("", total=start.token_passes or 1)
+            self._task = self._bar.add_task("", total=1.0)
             self._bar.start()
         return self
 
@@ -89,7 +100,8 @@ class GridDisplay:
         cost = _Cost.of(self._runs)
         line = self._line(cost, now)
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=cost.done_passes, description=visible(line))
+            done = cost.share if cost.unknown else cost.done_passes / cost.token_passes
+            self._bar.update(self._task, completed=done, description=visible(line))
         else:
             self._say(line)
 
@@ -103,8 +115,10 @@ class GridDisplay:
     def _line(self, cost: _Cost, now: float) -> str:
         """Time left at the speed of the cells that are done, and what the running cell says."""
         left = "time left not known before a cell is done"
-        if cost.speed:
-            rest = _Cost.of(self._runs[self._number - 1 :])  # those before are done, or failed
+        rest = _Cost.of(self._runs[self._number - 1 :])  # those before are done, or failed
+        if rest.unknown:
+            left = f"time left not known: the cost of {rest.unknown} cells is not"
+        elif cost.speed:
             at_most = (rest.token_passes - rest.done_passes) / cost.speed - (now - self._began)
             left = f"at most {clock(max(0.0, at_most))} left"
         line = f"cell {self._number} of {cost.cells}, {cost.done} done · {left}"
@@ -141,9 +155,9 @@ def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None
             place,
             str(part.cells),
             "?" if targets is None else str(targets),
-            f"{part.token_passes:,}" if part.token_passes else "?",
-            f"{part.token_passes / speed / 3600:.2f}" if part.token_passes and speed else "?",
-            f"{part.done_passes / part.token_passes:.0%}" if part.token_passes else str(part.done),
+            "unknown" if part.unknown else f"{part.token_passes:,}",
+            f"{part.token_passes / speed / 3600:.2f}" if speed and not part.unknown else "?",
+            f"{part.share:.0%}" if part.unknown else f"{part.done_passes / part.token_passes:.0%}",
         )
     screen = Console()
     screen.print(table)
@@ -154,6 +168,11 @@ def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None
         values = ", ".join(f"{budget:,}" for budget in budgets)
         print(f"budgets: {values} {unit} per target{of_size}, all read from the longest's traces")
     print(f"{cost.token_passes:,} token passes at most in all, {left:,.0f} of them left")
+    if cost.unknown:
+        print(
+            f"not counted: {cost.unknown} cells whose cost only their runs will know (a search "
+            "counted in steps, or targets that the LM has to encode); `token_budgets` bound it"
+        )
     if speed:
         print(f"at {speed:,.0f} token passes per second: {left / speed / 3600:.1f} hours left")
     else:

@@ -4,17 +4,21 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dlmi.compare.cost import count_targets, most_token_passes
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.fit import plan_fit
-from dlmi.inverter import Inverter
 from dlmi.report.loading import Axis
+from dlmi.run.data import TargetDataModule
+from dlmi.run.inverter import Inverter
+
+# What `fit` would see of a configuration file and settings on top of it, and what it would run.
+PlanFit = Callable[[Path, dict[str, Any]], tuple[dict[str, Any], Inverter, TargetDataModule]]
 
 # What the grid itself sets in every cell.
 _GRID_SETTINGS = ("prompt_length", "steps", "token_budget", "seed")
@@ -27,10 +31,12 @@ class MethodSpec:
 
     Args:
         config: Its configuration file, relative to the grid's own.
-        model: Settings of the method that differ from that file.
+        method: Settings of the method that differ from that file (`fit`'s `model.method`).
+        model: Settings of the run that differ from it, such as `eval_every` or `fluency`.
     """
 
     config: str
+    method: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
 
@@ -40,7 +46,7 @@ class Size:
 
     Args:
         prompt_length: Prompt length, N.
-        target_length: Target length, M; that of `data` if not given.
+        target_length: Length of generated targets, M; that of `data` if not given.
         budgets: Budgets of this size, counted as those of the grid; the grid's if not given.
     """
 
@@ -113,7 +119,7 @@ class Cell:
         budgets: At which its traces are read, ascending.
         settings: Everything, as `fit` will see it.
         targets: How many it inverts; None where only the run will know.
-        token_passes: What it costs at most; None likewise.
+        token_passes: What all of them cost at most; None likewise.
     """
 
     place: str
@@ -132,12 +138,13 @@ class Cell:
         return f"{self.place}-seed{self.seed}"
 
 
-def plan(grid: Grid, beside: Path) -> list[Cell]:
+def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
     """All cells, the first seed's first, so that an unfinished comparison compares something.
 
     Args:
         grid: The comparison.
         beside: Folder that the methods' configuration files are relative to.
+        plan_fit: Reads the configuration of a cell.
 
     Raises:
         InputError: For a grid that cannot run, before any of it does.
@@ -145,7 +152,7 @@ def plan(grid: Grid, beside: Path) -> list[Cell]:
     _check(grid)
     cells: dict[str, Cell] = {}
     for model_name, size, label in _places(grid):
-        cell = _cell(grid, beside, model_name, size, label)
+        cell = _cell(grid, beside, plan_fit, model_name, size, label)
         if cell.place in cells:
             raise InputError(
                 f"Expected the names of the grid to make different folders, but "
@@ -179,6 +186,11 @@ def _check(grid: Grid) -> None:
         if len(set(values)) < len(values):
             raise InputError(f"Expected `{name}` to differ, but got {values}.")
     for label, spec in grid.methods.items():
+        if "method" in spec.model:
+            raise InputError(
+                f"Expected the method's settings in `methods.{label}.method`, but got them in "
+                f"`methods.{label}.model.method`."
+            )
         for name in _GRID_SETTINGS:
             if name in spec.model:
                 raise InputError(
@@ -197,12 +209,14 @@ def _places(grid: Grid) -> Iterator[tuple[str | None, Size, str]]:
 
 def _with_seed(cell: Cell, seed: int) -> Cell:
     settings = copy.deepcopy(cell.settings)
-    settings["model"]["init_args"]["seed"] = seed
+    settings["model"]["seed"] = seed
     overrides = {**cell.overrides, "seed_everything": seed}
     return dataclasses.replace(cell, seed=seed, settings=settings, overrides=overrides)
 
 
-def _cell(grid: Grid, beside: Path, model_name: str | None, size: Size, label: str) -> Cell:
+def _cell(
+    grid: Grid, beside: Path, plan_fit: PlanFit, model_name: str | None, size: Size, label: str
+) -> Cell:
     """With the first seed; parsing takes a moment, and the other seeds differ in nothing else."""
     spec = grid.methods[label]
     config = beside / spec.config
@@ -216,24 +230,23 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, size: Size, label: s
         {"steps": most} if grid.axis == "step" else {"steps": _NO_STEP_LIMIT, "token_budget": most}
     )
     every = {} if grid.eval_every is None else {"eval_every": grid.eval_every}
+    data = _merged(grid.data, grid.models[model_name] if model_name else {})
+    if size.target_length is not None:
+        data = _merged(data, {"targets": {"init_args": {"length": size.target_length}}})
     overrides: dict[str, Any] = {
         "seed_everything": grid.seeds[0],
-        "model": {
-            "init_args": {**every, **spec.model, "prompt_length": size.prompt_length, **budget}
-        },
-        "data": {
-            **grid.data,
-            **({} if size.target_length is None else {"target_length": size.target_length}),
-            **(grid.models[model_name] if model_name else {}),
-        },
+        "model": {**every, **spec.model, "prompt_length": size.prompt_length, **budget},
+        "data": data,
         "trainer": grid.trainer,
     }
+    if spec.method:
+        overrides["model"]["method"] = {"init_args": spec.method}
     try:
-        settings, method = plan_fit(config, overrides)
+        settings, inverter, data_module = plan_fit(config, overrides)
     except InputError as error:
         raise InputError(f"Expected `methods.{label}` to be a run of `fit`: {error}") from error
-    targets = _count_targets(settings["data"])
-    per_target = _cost(grid, method, most, settings["data"]["target_length"])
+    targets = count_targets(data_module)
+    per_target = most_token_passes(inverter, data_module)
     parts = [model_name, label, f"N{size.prompt_length}"]
     parts += [] if size.target_length is None else [f"M{size.target_length}"]
     return Cell(
@@ -245,7 +258,7 @@ def _cell(grid: Grid, beside: Path, model_name: str | None, size: Size, label: s
         budgets=budgets,
         settings=_plain(settings),
         targets=targets,
-        token_passes=None if targets is None else targets * per_target,
+        token_passes=None if targets is None or per_target is None else targets * per_target,
     )
 
 
@@ -262,19 +275,13 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _cost(grid: Grid, method: Inverter, most: int, target_length: int) -> int:
-    """Token passes of one target that is never solved, evaluations included."""
-    if grid.axis == "token_passes":
-        return most
-    evaluation = method.prompt_length + 2 * target_length
-    evaluations = 1 + most // method.eval_every
-    return most * method.dearest_step(target_length) + evaluations * evaluation
-
-
-def _count_targets(data: dict[str, Any]) -> int | None:
-    if data["texts"] is not None:
-        return len(data["texts"])
-    return None if data["targets_file"] is not None else len(data["k"]) * data["per_k"]
+def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings with changes on top, as `fit` merges two configuration files."""
+    both = {**settings, **changes}
+    for name in settings.keys() & changes.keys():
+        if isinstance(settings[name], dict) and isinstance(changes[name], dict):
+            both[name] = _merged(settings[name], changes[name])
+    return both
 
 
 def as_yaml(overrides: dict[str, Any]) -> str:

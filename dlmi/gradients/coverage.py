@@ -7,6 +7,7 @@ often samples agree is known from Z, so what can be told is decided before it is
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ MIN_EVENTS = 10  # a smaller count is off by a third and more
 
 
 @dataclass(frozen=True)
-class Coverage:
+class SampleCoverage:
     """How often the draws of a sparse estimator can be expected to show what is asked of them.
 
     Attributes:
@@ -43,7 +44,7 @@ class Coverage:
         return min(self.known_pairs, self.truth_hits) >= MIN_EVENTS
 
     @classmethod
-    def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> "Coverage":
+    def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> Self:
         """From Z, (N, V), by which the samples are drawn."""
         p = torch.softmax(logits.detach().double(), dim=-1).flatten()
         # Of a token that nearly all samples hold, what tells is its absence.

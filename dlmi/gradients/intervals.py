@@ -2,32 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from scipy import stats
 
+from dlmi.gradient_rows import UNDEFINED, Statistic
+
 CONFIDENCE = 0.95
 
 Indices = Sequence[int]
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A number with its 95% confidence interval.
-
-    Attributes:
-        value: The number; None where it is not defined or the noise hides it.
-        low: Lower end; None for no bound.
-        high: Upper end; None for no bound.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-UNDEFINED = Statistic(None, None, None)
 
 
 def jackknife(
@@ -68,8 +51,8 @@ def jackknife(
         return Statistic(value, value, value)
     parts = zip(variances, freedoms, strict=True)
     freedom = total**2 / sum(variance**2 / free for variance, free in parts)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(total)
-    return Statistic(value, value - reach, value + reach)
+    low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
+    return Statistic(value, float(low), float(high))
 
 
 def exponential(logarithm: Statistic) -> Statistic:

@@ -27,33 +27,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dlmi.gradients.coverage import Coverage
-from dlmi.gradients.intervals import (
-    UNDEFINED,
-    Indices,
-    Statistic,
-    exponential,
-    jackknife,
-    square_root,
-)
+from dlmi.gradient_rows import STATISTICS, UNDEFINED, Statistic
+from dlmi.gradients.coverage import SampleCoverage
+from dlmi.gradients.intervals import Indices, exponential, jackknife, square_root
 from dlmi.gradients.truth import Truth
 
 _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 
 
-STATISTICS = (
-    "variance_max",
-    "bias_max",
-    "relative_variance",
-    "snr",
-    "cosine",
-    "bias_over_norm",
-    "norm",
-)
-
-
 def measure(
-    gradients: Tensor, truth: Truth | None, coverage: Coverage | None = None
+    gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
 ) -> dict[str, Statistic]:
     """All statistics of K draws.
 
@@ -179,19 +162,11 @@ def _of_draws(
 
 def variance_max(gradients: Tensor) -> Statistic:
     """The largest unbiased variance of a logit over the draws, as in the paper: (K, P)."""
-    count = len(gradients)
-    mean = gradients.mean(0)
-    squares = (gradients - mean).square_().sum(0)
 
     def largest(draws: Indices, _: Indices) -> float:
-        if len(draws) == count:
-            return _log(squares.max() / (count - 1))
-        [left_out] = set(range(count)) - set(draws)
-        # What is left of the sum of squares about its own mean when one draw goes.
-        rest = squares - (gradients[left_out] - mean).square() * (count / (count - 1))
-        return _log(rest.max() / (count - 2))
+        return _log(gradients[draws].var(0).max())
 
-    return exponential(jackknife(largest, count))
+    return exponential(jackknife(largest, len(gradients)))
 
 
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
@@ -202,22 +177,13 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
     """
 
     def largest(draws: Indices, known: Indices) -> float:
-        difference = _part_mean(gradients, draws) - _part_mean(blocks, known)
-        return _log(difference.abs().max())
+        return _log((gradients[draws].mean(0) - blocks[known].mean(0)).abs().max())
 
     return exponential(jackknife(largest, len(gradients), len(blocks)))
 
 
 def _mean(products: Tensor, rows: Indices, columns: Indices) -> float:
     return float(products[rows][:, columns].mean())
-
-
-def _part_mean(vectors: Tensor, indices: Indices) -> Tensor:
-    if len(vectors) - len(indices) != 1:
-        return vectors[indices].mean(0)
-    # Without a copy of all the others.
-    [left_out] = set(range(len(vectors))) - set(indices)
-    return (vectors.sum(0) - vectors[left_out]) / len(indices)
 
 
 def _log(value: Tensor) -> float:

@@ -1,13 +1,11 @@
-"""All estimators at one state of a run: Z, its temperatures, and the truth beside them.
-
-Nothing here draws from a global generator or from a slot's: all noise comes from seeds that the
-caller names, one for each purpose, so that a study repeats and disturbs nothing.
+"""All estimators at one state of a run, and the truth beside them.
 
 Axes: K draws, N positions, V tokens, P chosen logits.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +13,23 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.gradients.coverage import Coverage
-from dlmi.gradients.measured import MeasuredEstimator, draw_gradient
-from dlmi.gradients.objective import Objective, sample_prompts
+from dlmi.gradients.coverage import SampleCoverage
+from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
+from dlmi.gradients.estimators import Estimator, is_sparse, label, state_along
 from dlmi.gradients.statistics import inner_products, measure, squared_norm
 from dlmi.gradients.truth import (
     AS_IN_CODE_DRAWS,
+    HardLoss,
     Truth,
     TruthName,
     as_in_code_reference,
     conditional_truth,
     exact_truth,
     rloo_truth,
+    sample_prompts,
 )
-
-SeedFor = Callable[[str], int]
+from dlmi.methods.slot import Slot
+from dlmi.scoring.passes import Reader
 
 _PILOT_BATCHES = 4
 
@@ -53,15 +53,12 @@ class StudySettings:
     coordinates: int = 64
 
     def __post_init__(self) -> None:
-        if self.draws < 3:
-            raise InputError(
-                f"Expected `study.draws` to be at least 3, but got {self.draws}: an interval "
-                "leaves one out and needs two more."
-            )
-        if self.truth_blocks < 3:
-            raise InputError(
-                f"Expected `study.truth_blocks` to be at least 3, but got {self.truth_blocks}."
-            )
+        for name, count in (("draws", self.draws), ("truth_blocks", self.truth_blocks)):
+            if count < 3:
+                raise InputError(
+                    f"Expected `study.{name}` to be at least 3, but got {count}: an interval "
+                    "leaves one out and needs two more."
+                )
         if self.truth_samples < 2 * self.truth_blocks:
             raise InputError(
                 "Expected `study.truth_samples` to be at least twice `study.truth_blocks` "
@@ -71,111 +68,83 @@ class StudySettings:
 
 
 @dataclass(frozen=True)
-class State:
-    """Where on a run it is measured.
-
-    Attributes:
-        logits: Z, (N, V).
-        phi: Temperature parameters, (N,); 0 where the run learns none.
-        average: The moving average of the run's losses, if it keeps one, ().
-    """
-
-    logits: Tensor
-    phi: Tensor
-    average: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Measurement:
     """An estimator at a state.
 
     Attributes:
-        estimator: Which.
-        tau: Mean of its temperatures; None for the score function.
+        label: How rows call it.
+        tau: Mean of its temperatures; None where it has none.
         truth: What it was compared with, as `GradientRow` has it.
         statistics: `Statistic`s by name.
     """
 
-    estimator: MeasuredEstimator
+    label: str
     tau: float | None
     truth: dict[str, Any] | None
     statistics: dict[str, Any]
 
 
 def measure_state(
-    objective: Objective,
-    state: State,
-    estimators: Sequence[MeasuredEstimator],
+    run: Estimator,
+    slot: Slot,
+    reader: Reader,
+    estimators: Sequence[Estimator],
     settings: StudySettings,
-    num_samples: int,
-    seed_for: SeedFor,
     with_truth: bool = True,
 ) -> Iterator[Measurement]:
-    """Measure one estimator after the other.
+    """Measure one estimator after the other at the values that a slot has now.
 
     Args:
-        objective: What is differentiated.
-        state: Where.
-        estimators: Which.
+        run: The method of the run.
+        slot: Of the run; stays as it is.
+        reader: Answers passes.
+        estimators: What is measured, with the run's loss, decode and samples.
         settings: How much is drawn.
-        num_samples: Samples of one draw, S.
-        seed_for: Gives a seed of its own to each purpose.
         with_truth: Whether bias is measured, too.
     """
-    average = state.average
-    if average is None:
-        # What an average over earlier steps would be, from prompts that no draw uses. Its noise
-        # adds a few per cent to the variance, and no bias.
-        pilot = sample_prompts(state.logits, _PILOT_BATCHES * num_samples, seed_for("average"))
-        average = objective.hard_losses(pilot).mean()
+    logits, samples = slot.params["Z"].detach(), run.num_samples
+    loss = hard_loss(run, slot, reader)
 
-    def draw(estimator: MeasuredEstimator, name: object) -> Tensor:
-        tau, seed = estimator.tau(state.phi), seed_for(f"{estimator.label}/{name}")
-        gradient = draw_gradient(
-            estimator, objective, state.logits, tau, num_samples, seed, average
-        )
-        return gradient.flatten()
+    @functools.cache
+    def pilot_loss() -> Tensor:
+        seed = slot.seed("gradients/average")
+        return loss(sample_prompts(logits, _PILOT_BATCHES * samples, seed)).mean()
 
+    states = [state_along(run, slot.state, method, pilot_loss) for method in estimators]
+    pairs = list(zip(estimators, states, strict=True))
     truth, description = None, None
     if with_truth:
-        pilots = (draw(estimator, "pilot") for estimator in estimators)
-        truth = _find_truth(objective, state.logits, settings, num_samples, seed_for, pilots)
+        pilots = (draw_gradients(*pair, slot, ["pilot"], reader)[0] for pair in pairs)
+        truth = _find_truth(loss, slot, settings, samples, pilots)
         description = _describe(truth)
-    coverage = Coverage.of(state.logits, settings.draws, num_samples, truth)
-    for estimator in estimators:
-        gradients = torch.stack([draw(estimator, index) for index in range(settings.draws)])
+    coverage = SampleCoverage.of(logits, settings.draws, samples, truth)
+    for method, state in pairs:
+        gradients = draw_gradients(method, state, slot, range(settings.draws), reader)
+        tau = method.diagnostics(DrawSlot.of(slot, method), state).get("tau")
         yield Measurement(
-            estimator,
-            None if estimator.is_score_function else float(estimator.tau(state.phi).mean()),
+            label(method),
+            None if tau is None else float(tau.mean()),
             description,
-            measure(gradients, truth, coverage if estimator.is_sparse else None),
+            measure(gradients, truth, coverage if is_sparse(method) else None),
         )
 
 
 def _find_truth(
-    objective: Objective,
-    logits: Tensor,
-    settings: StudySettings,
-    num_samples: int,
-    seed_for: SeedFor,
-    pilots: Iterator[Tensor],
+    loss: HardLoss, slot: Slot, settings: StudySettings, samples: int, pilots: Iterator[Tensor]
 ) -> Truth:
+    logits, count = slot.params["Z"].detach(), settings.truth_samples
     if settings.truth == "exact":
-        return exact_truth(objective, logits)
-    if settings.truth == "rloo":
-        seeds = [seed_for(f"truth/{block}") for block in range(settings.truth_blocks)]
-        return rloo_truth(objective, logits, settings.truth_samples, settings.truth_blocks, seeds)
-    if settings.truth == "as_in_code":
-        seeds = [seed_for(f"truth/{call}") for call in range(AS_IN_CODE_DRAWS)]
-        return as_in_code_reference(objective, logits, num_samples, seeds)
-    return conditional_truth(
-        objective,
-        logits,
-        choose_coordinates(logits, pilots, settings.coordinates, seed_for("coordinates")),
-        settings.truth_samples,
-        settings.truth_blocks,
-        seed_for("truth"),
-    )
+        return exact_truth(loss, logits)
+    if settings.truth == "conditional":
+        seeds = [slot.seed(f"gradients/{purpose}") for purpose in ("coordinates", "truth")]
+        chosen = choose_coordinates(logits, pilots, settings.coordinates, seeds[0])
+        return conditional_truth(loss, logits, chosen, count, settings.truth_blocks, seeds[1])
+    is_rloo = settings.truth == "rloo"
+    blocks = range(settings.truth_blocks if is_rloo else AS_IN_CODE_DRAWS)
+    seeds = [slot.seed(f"gradients/truth/{block}") for block in blocks]
+    if is_rloo:
+        return rloo_truth(loss, logits, count, seeds)
+    return as_in_code_reference(loss, logits, samples, seeds)
 
 
 def choose_coordinates(logits: Tensor, pilots: Iterator[Tensor], count: int, seed: int) -> Tensor:

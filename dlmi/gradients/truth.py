@@ -1,4 +1,10 @@
-r"""The true gradient of J, exactly or by estimates that are unbiased and know their own noise.
+r"""The true gradient of J, the expected loss of hard prompts: what estimators are measured against.
+
+.. math::
+    J(Z) = E_{x \sim \prod_i softmax(Z_i)} L(x), \quad
+    \frac{\partial J}{\partial Z_{jv}} = \pi_{jv} (E[L \mid x_j = v] - J)
+
+It is found exactly, or by estimates that are unbiased and know their own noise:
 
 - `exact`: all V^N prompts.
 - `conditional`: for chosen logits (j, v), from R prompts x drawn from softmax(Z),
@@ -16,7 +22,7 @@ can be subtracted (`statistics`).
 Axes: R prompts, N positions, V tokens, T blocks, P logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,9 +30,11 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError
-from dlmi.gradients.objective import Objective, sample_prompts
-from dlmi.score_function import moving_average, sample_log_probs, score_function_gradient
-from dlmi.soft_embedding import sample_columns
+from dlmi.estimators.score_function import moving_average, sample_log_probs, score_function_gradient
+from dlmi.estimators.soft_embedding import sample_columns
+
+# L of discrete prompts, given by columns of Z: (R, N) to (R,).
+HardLoss = Callable[[Tensor], Tensor]
 
 TruthName = Literal["exact", "conditional", "rloo", "as_in_code"]
 
@@ -66,14 +74,27 @@ def check_enumerable(prompt_length: int, tokens: int) -> None:
 
 
 @torch.no_grad()
-def exact_truth(objective: Objective, logits: Tensor) -> Truth:
+def sample_prompts(logits: Tensor, count: int, seed: int) -> Tensor:
+    """Independent hard prompts from softmax(Z): (N, V) to (count, N).
+
+    In float64 and on the CPU: a cumulative sum over a large vocabulary in float32 would shift the
+    probabilities of rare tokens by per cents, and the draws are to be the same on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.softmax(logits.detach().cpu().double(), dim=-1)
+    columns = torch.multinomial(probabilities, count, replacement=True, generator=generator)
+    return columns.T.contiguous().to(logits.device)
+
+
+@torch.no_grad()
+def exact_truth(loss: HardLoss, logits: Tensor) -> Truth:
     """The gradient over all V^N prompts."""
     length, tokens = logits.shape
     check_enumerable(length, tokens)
     numbers = torch.arange(tokens**length, device=logits.device)
     powers = tokens ** torch.arange(length, device=logits.device)
     columns = numbers[:, None] // powers % tokens  # (V^N, N)
-    weighted = sample_log_probs(logits, columns).exp() * objective.hard_losses(columns)
+    weighted = sample_log_probs(logits, columns).exp() * loss(columns)
     # A_jv, the part of J that prompts with x_j = v make up.
     parts = torch.zeros_like(logits)
     for position in range(length):
@@ -84,16 +105,11 @@ def exact_truth(objective: Objective, logits: Tensor) -> Truth:
 
 @torch.no_grad()
 def conditional_truth(
-    objective: Objective,
-    logits: Tensor,
-    coordinates: Tensor,
-    samples: int,
-    blocks: int,
-    seed: int,
+    loss: HardLoss, logits: Tensor, coordinates: Tensor, samples: int, blocks: int, seed: int
 ) -> Truth:
     """The gradient of chosen logits, (P,) indices into the flattened Z, from R prompts."""
     columns = sample_prompts(logits, samples, seed)  # (R, N)
-    losses = objective.hard_losses(columns)  # (R,)
+    losses = loss(columns)  # (R,)
     probabilities = torch.softmax(logits, dim=-1).flatten()[coordinates]  # (P,)
     differences = losses.new_empty(len(coordinates), samples)  # (P, R)
     for row, coordinate in enumerate(coordinates.tolist()):
@@ -104,34 +120,31 @@ def conditional_truth(
         is_new = columns[:, position] != token
         differences[row] = 0
         if is_new.any():
-            differences[row, is_new] = objective.hard_losses(changed[is_new]) - losses[is_new]
+            differences[row, is_new] = loss(changed[is_new]) - losses[is_new]
     means = torch.stack([part.mean(-1) for part in differences.tensor_split(blocks, dim=-1)])
     return Truth("conditional", samples, means * probabilities, coordinates)
 
 
-def rloo_truth(
-    objective: Objective, logits: Tensor, samples: int, blocks: int, seeds: Sequence[int]
-) -> Truth:
-    """The gradient of all logits from many samples, in `blocks` independent parts."""
-    gradients = []
-    for seed in seeds[:blocks]:
-        columns = sample_prompts(logits, samples // blocks, seed)
-        losses = objective.hard_losses(columns)
-        gradient = score_function_gradient(logits, columns, losses, "rloo", losses.mean())
+def rloo_truth(loss: HardLoss, logits: Tensor, samples: int, seeds: Sequence[int]) -> Truth:
+    """The gradient of all logits from many samples, in independent parts of a seed each."""
+    gradients, size = [], samples // len(seeds)
+    for seed in seeds:
+        columns = sample_prompts(logits, size, seed)
+        gradient = score_function_gradient(logits, columns, loss(columns), "rloo", None)
         gradients.append(gradient.flatten())
-    return Truth("rloo", samples // blocks * blocks, torch.stack(gradients))
+    return Truth("rloo", size * len(seeds), torch.stack(gradients))
 
 
 def as_in_code_reference(
-    objective: Objective, logits: Tensor, num_samples: int, seeds: Sequence[int]
+    loss: HardLoss, logits: Tensor, num_samples: int, seeds: Sequence[int]
 ) -> Truth:
-    """Mean of five calls of a fresh helper, the first of which gives 0: see the module's top."""
+    """Mean of calls of a fresh helper, a seed each; the first gives 0: see the module's top."""
     total = torch.zeros_like(logits)
     kept: Tensor | None = None
-    for seed in seeds[:AS_IN_CODE_DRAWS]:
+    for seed in seeds:
         columns = sample_columns(logits, num_samples, seed)
-        losses = objective.hard_losses(columns)
+        losses = loss(columns)
         average, kept = moving_average("as_code", kept, losses.mean())
         gradient = score_function_gradient(logits, columns, losses, "as_code", average)
-        total += gradient / AS_IN_CODE_DRAWS
-    return Truth("as_in_code", AS_IN_CODE_DRAWS * num_samples, total.reshape(1, -1))
+        total += gradient / len(seeds)
+    return Truth("as_in_code", len(seeds) * num_samples, total.reshape(1, -1))

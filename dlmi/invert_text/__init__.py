@@ -1,7 +1,6 @@
 """For one text: find its prompt, in one call or one command, with no files."""
 
-from dlmi.invert_text.found import FoundPrompt
-from dlmi.invert_text.one_call import invert
-from dlmi.invert_text.search import Progress
+from dlmi.invert_text.progress import Progress
+from dlmi.invert_text.search import invert
 
-__all__ = ["FoundPrompt", "Progress", "invert"]
+__all__ = ["Progress", "invert"]

@@ -1,284 +1,210 @@
-"""The search behind `invert`: runs of growing prompt length, within one budget.
+"""`invert`: from a text to its prompt in one call.
 
-A run inverts all texts that are still open, each from several starts, side by side in slots. The
-first exact start of a text ends its other starts, and the last open text ends the run.
+Prompts of growing length are tried within one budget. A run inverts all texts that are still open,
+each from several starts, side by side in slots. The starts of a text are targets of one group: the
+first that is exact ends the others, and the last open text ends the run.
 """
 
 import dataclasses
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, overload
 
-from lightning.pytorch import Trainer
+import torch
 
-from dlmi.callbacks.base import InversionCallback
-from dlmi.data import TargetDataModule
-from dlmi.evaluation import Evaluation
-from dlmi.invert_text.found import FoundPrompt
-from dlmi.lm import FrozenLM
-from dlmi.quiet_run import run_quietly
-from dlmi.results import Inversion
-from dlmi.slots import Slot
-from dlmi.targets import Target, texts_to_targets
-from dlmi.templates import Template
+from dlmi.errors import InputError
+from dlmi.invert_text.progress import Progress, Watch
+from dlmi.invert_text.small_budgets import asked_method
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.loading import load_lm
+from dlmi.lm.placement import DType
+from dlmi.methods.base import Method
+from dlmi.rows import Inversion
+from dlmi.run.data import TargetDataModule
+from dlmi.run.inverter import Inverter
+from dlmi.run.quiet import run_quietly
+from dlmi.targets.files import texts_to_targets
+from dlmi.targets.target import Target
+from dlmi.targets.template import Template, find_template
+from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
+from dlmi.tokens.vocabulary import ForbiddenTokens
 
-if TYPE_CHECKING:
-    from dlmi.inverter import Inverter
-
-MakeInverter = Callable[[int, int], "Inverter"]  # prompt length and steps to a method
-NO_STEP_LIMIT = 10**9
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How the search for one text stands.
-
-    Attributes:
-        text: What the LM is to say.
-        target_ids: The same as token ids.
-        prompt_length: Tokens of the prompts that are being tried.
-        step: Optimisation steps at this length.
-        prompt_text: The best prompt so far, at any length.
-        prompt_ids: The same as token ids.
-        output_text: What the LM says to it.
-        output_ids: The same as token ids.
-        lcs: Honest LCS ratio of that.
-        exact: Whether it is the text, token for token.
-        seconds: Since the search began.
-        seconds_left: Of the budget; None where that is in steps alone.
-    """
-
-    text: str
-    target_ids: tuple[int, ...]
-    prompt_length: int
-    step: int
-    prompt_text: str
-    prompt_ids: tuple[int, ...]
-    output_text: str
-    output_ids: tuple[int, ...]
-    lcs: float
-    exact: bool
-    seconds: float
-    seconds_left: float | None
+AUTO_LENGTHS = (4, 8, 16, 32)
+_DEFAULT_SECONDS = 120.0
+_NO_STEP_LIMIT = 10**9
 
 
-@dataclass(frozen=True)
-class _Best:
-    """The best prompt of a text so far.
-
-    Attributes:
-        evaluation: With the prompt.
-        row: The same prompt as its run has reported it, decoded alone; None until then.
-        seconds: When that was, since the search began.
-    """
-
-    evaluation: Evaluation
-    row: Inversion | None = None
-    seconds: float = 0.0
+@overload
+def invert(lm: Any, text: str, **options: Any) -> Inversion: ...
 
 
-class TextSearch:
-    """Looks for the prompts of some texts.
+@overload
+def invert(lm: Any, text: Sequence[str], **options: Any) -> list[Inversion]: ...
+
+
+def invert(  # type: ignore[misc]  # the options stand here alone
+    lm: FrozenLM | str | tuple[Any, Any],
+    text: str | Sequence[str],
+    *,
+    prompt_length: int | Literal["auto"] = "auto",
+    method: str | Method[Any] = "SwapSearch",
+    options: dict[str, Any] | None = None,
+    seconds: float | None = None,
+    steps: int | None = None,
+    restarts: int = 1,
+    seed: int = 0,
+    allowed_tokens: AllowedTokens = "round_trip",
+    forbid_target_tokens: ForbiddenTokens = "none",
+    fluency: float = 0.0,
+    prompt_bos: bool = False,
+    template: str | None = None,
+    chat: bool = False,
+    dtype: DType = "auto",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Inversion | list[Inversion]:
+    """Find the prompt after which a language model greedily says a text.
+
+    Nothing is written and nothing is printed. Ctrl-C ends the search and gives the best so far.
 
     Args:
-        lm: The model.
-        texts: What it is to say.
-        make_inverter: Makes the method for a prompt length and a number of steps.
-        lengths: Prompt lengths to try, ascending; each has an equal share of the budget.
-        seconds: Budget of time, or None.
-        steps: Budget of steps for each start, or None.
-        restarts: Starts of each text, side by side.
-        on_progress: Called after each step and each evaluation, for each open text.
-        template: What stands around each prompt, if anything.
+        lm: A FrozenLM, a name for `load_lm`, or a pair of a causal LM of transformers and its
+            tokenizer; the LM is frozen (`eval`, no gradients for its weights) and stays so.
+        text: What it is to say, or several texts, which are inverted side by side.
+        prompt_length: Tokens of the prompt, or `auto`: 4, then 8, 16 and 32 as long as nothing is
+            exact, each with an equal share of the budget.
+        method: Name of a method, which is then set for small budgets; in Python also a method
+            itself, taken as it is.
+        options: What to change of a method that is named: '{"width": 64}'.
+        seconds: Budget of time, for all texts together. Unset: 120, unless there are `steps`.
+        steps: Budget of steps, for each start of each text.
+        restarts: Starts of each text, side by side; the first that is exact ends the others.
+        seed: Fixes the noise.
+        allowed_tokens: What a prompt may hold, as in `fit`'s `model`. The default keeps to prompts
+            that survive being pasted.
+        forbid_target_tokens: What it may not hold: `none`, the text's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        prompt_bos: Put BoS before the prompt.
+        template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:".
+        chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
+        dtype: Of an LM that is given by its name, as in `fit`'s `data`.
+        on_progress: Called after each step and each evaluation, for each text that is not solved.
 
-    Attributes:
-        stop_requested: Set to end the search after its step.
+    Returns:
+        The row of the best start, as `fit` writes it, but with the seconds since the search began;
+        for several texts a list of rows in their order. `stop_reason` is `interrupted` after
+        Ctrl-C.
+
+    Raises:
+        InputError: If something of this cannot be.
     """
+    texts = [text] if isinstance(text, str) else list(text)
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise InputError("Expected `text` to be a text, or a list of at least one text.")
+    _check_counts(prompt_length=prompt_length, steps=steps, restarts=restarts)
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"Expected `seconds` to be positive, but got {seconds}.")
+    check_allowed_tokens(allowed_tokens)
+    around = _template(template, chat)
+    asked, eval_every = asked_method(method, options or {})
 
-    def __init__(
-        self,
-        lm: FrozenLM,
-        texts: Sequence[str],
-        make_inverter: MakeInverter,
-        lengths: Sequence[int],
-        seconds: float | None,
-        steps: int | None,
-        restarts: int,
-        on_progress: Callable[[Progress], None] | None = None,
-        template: Template | None = None,
-    ) -> None:
-        self.lm = lm
-        self.targets = texts_to_targets(lm, texts, template)
-        self.stop_requested = False
-        self._make_inverter = make_inverter
-        self._lengths = lengths
-        self._seconds = seconds
-        self._steps = steps
-        self._restarts = restarts
-        self._on_progress = on_progress
-        self._started = 0.0
-        self._run_started = 0.0
-        self._run_ends = 0.0
-        self._first_step_after = 0.0  # seconds from the start of the latest run
-        self._best: dict[str, _Best] = {}  # by id of the text's target
+    lm = as_frozen_lm(lm, dtype)
+    targets = texts_to_targets(lm, texts, around)
+    lengths = _fitting_lengths(lm, targets) if prompt_length == "auto" else [prompt_length]
+    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+    best: dict[str, Inversion] = {}  # by the id of a text's target
+    with watch.stop_on_ctrl_c():
+        for index, length in enumerate(lengths):
+            still_open = [t for t in targets if t.id not in best or not best[t.id].exact]
+            if not still_open or watch.stop_requested or not watch.has_time:
+                break
+            starts = _starts(still_open, restarts)
+            inverter = Inverter(
+                asked,
+                prompt_length=length,
+                steps=_NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                eval_every=eval_every,
+                prompt_bos=prompt_bos,
+                allowed_tokens=allowed_tokens,
+                forbid_target_tokens=forbid_target_tokens,
+                fluency=fluency,
+                seed=seed,
+            )
+            data = TargetDataModule.of(lm, starts, batch_size=len(starts))
+            left = watch.seconds_left
+            share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
+            run_quietly(inverter, data, [watch], share)
+            _keep_best(best, inverter, {start.id: str(start.group) for start in starts})
+    rows = [_with_end(best[target.id], watch) for target in targets]
+    return rows[0] if isinstance(text, str) else rows
 
-    def run(self) -> list[FoundPrompt]:
-        """The best prompt of each text, in order.
 
-        Ctrl-C ends the search after its step, and what was found until then is the result; a
-        second Ctrl-C stops at once.
-        """
-        self._started = time.monotonic()
-        with self._stop_on_ctrl_c():
-            for index, length in enumerate(self._lengths):
-                still_open = [t for t in self.targets if not self._is_solved(t.id)]
-                if not still_open or self.stop_requested or not self._has_time_for_a_run():
-                    break
-                self._run_at(length, still_open, runs_left=len(self._lengths) - index)
-            return [self._found(target) for target in self.targets]
+def as_frozen_lm(lm: Any, dtype: DType = "auto") -> FrozenLM:
+    """Whatever stands for an LM as the LM itself; one that is loaded goes to the accelerator."""
+    if isinstance(lm, FrozenLM):
+        return lm
+    if isinstance(lm, str):
+        return load_lm(lm, dtype, torch.accelerator.current_accelerator(True) or "cpu")
+    if isinstance(lm, tuple) and len(lm) == 2:
+        model, tokenizer = lm
+        return FrozenLM(model, tokenizer, name=getattr(model, "name_or_path", "") or "unnamed")
+    raise InputError(
+        "Expected `lm` to be a FrozenLM, a name, or a pair (model, tokenizer), but got "
+        f"{type(lm).__name__}."
+    )
 
-    def _run_at(self, length: int, targets: Sequence[Target], runs_left: int) -> None:
-        left = self._seconds_left()
-        self._run_started = time.monotonic()
-        self._first_step_after = 0.0
-        self._run_ends = float("inf") if left is None else time.monotonic() + left / runs_left
-        steps = NO_STEP_LIMIT if self._steps is None else -(-self._steps // len(self._lengths))
-        starts = [
-            dataclasses.replace(target, id=f"{target.id}#{start}")
-            for start in range(self._restarts)
-            for target in targets
-        ]
-        # Nothing here runs long enough to pay for compiling.
-        data = TargetDataModule.of(self.lm, starts, batch_size=len(starts), compile=False)
-        run_quietly(self._make_inverter(length, steps), data, [_Referee(self)])
 
-    def _found(self, target: Target) -> FoundPrompt:
-        best = self._best[target.id]
-        assert best.row is not None
-        row = dataclasses.replace(best.row, target_id=target.id)
-        interrupted = self.stop_requested and not row.exact
-        seconds = best.seconds if row.exact else time.monotonic() - self._started
-        return FoundPrompt.of_row(self.lm, row, seconds, interrupted)
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
+            raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
 
-    # ---- what the referee tells
 
-    def must_stop(self) -> bool:
-        """Whether the run is to end after this step."""
-        now = time.monotonic()
-        self._first_step_after = self._first_step_after or now - self._run_started
-        return self.stop_requested or now >= self._run_ends
-
-    def note_evaluation(self, slot: Slot) -> None:
-        """Keep the slot's best prompt if it is the best of its text; ties keep the shorter."""
-        assert slot.best is not None
-        best = self._best.get(text_id(slot.target.id))
-        if best is None or slot.best.score > best.evaluation.score:
-            self._best[text_id(slot.target.id)] = _Best(slot.best)
-
-    def note_row(self, row: Inversion) -> None:
-        """Keep the row if it reports the best prompt of its text."""
-        best = self._best[text_id(row.target_id)]
-        if best.row is None and best.evaluation.prompt_ids == row.prompt_ids:
-            seconds = time.monotonic() - self._started
-            self._best[text_id(row.target_id)] = _Best(best.evaluation, row, seconds)
-
-    def show(self, slots: Sequence[Slot], prompt_length: int) -> None:
-        """Tell the caller how each text of these slots stands."""
-        if self._on_progress is None:
-            return
-        for slot in {text_id(slot.target.id): slot for slot in slots}.values():
-            self._on_progress(self._progress(slot, prompt_length))
-
-    def _progress(self, slot: Slot, prompt_length: int) -> Progress:
-        best = self._best[text_id(slot.target.id)].evaluation
-        return Progress(
-            text=slot.target.text,
-            target_ids=slot.target.ids,
-            prompt_length=prompt_length,
-            step=slot.step,
-            prompt_text=self.lm.decode(best.prompt_ids),
-            prompt_ids=best.prompt_ids,
-            output_text=self.lm.decode(best.output_ids),
-            output_ids=best.output_ids,
-            lcs=best.lcs,
-            exact=best.output_ids == slot.target.ids,
-            seconds=time.monotonic() - self._started,
-            seconds_left=self._seconds_left(),
+def _template(text: str | None, chat: bool) -> Template | None:
+    template = find_template(text, chat)
+    if template is not None and template.fields:
+        raise InputError(
+            "Expected `template` to hold `{slot}` and fixed text, but "
+            f"{{{template.fields[0]}}} is a field. `fit` fills fields, from a targets file."
         )
-
-    def _is_solved(self, target_id: str) -> bool:
-        best = self._best.get(target_id)
-        return best is not None and best.row is not None and best.row.exact
-
-    def _has_time_for_a_run(self) -> bool:
-        """Whether it would get as far as its first step, as the run before did."""
-        left = self._seconds_left()
-        return left is None or left > self._first_step_after or not self._best
-
-    def _seconds_left(self) -> float | None:
-        if self._seconds is None:
-            return None
-        return max(0.0, self._started + self._seconds - time.monotonic())
-
-    @contextmanager
-    def _stop_on_ctrl_c(self) -> Iterator[None]:
-        """Lightning would end the whole program; so the first Ctrl-C only asks the run to end."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # whoever owns the main thread handles signals
-            return
-        previous = signal.getsignal(signal.SIGINT)
-
-        def request_stop(signum: int, frame: FrameType | None) -> None:
-            self.stop_requested = True
-            signal.signal(signal.SIGINT, previous)
-
-        signal.signal(signal.SIGINT, request_stop)
-        try:
-            yield
-        except SystemExit as ended:
-            if self.stop_requested:  # a second Ctrl-C, of which Lightning makes an exit code of 1
-                raise KeyboardInterrupt from ended
-            raise
-        finally:
-            signal.signal(signal.SIGINT, previous)
+    return template
 
 
-class _Referee(InversionCallback):
-    """Tells the search how its run stands, and ends what need not go on."""
-
-    def __init__(self, search: TextSearch) -> None:
-        self._search = search
-
-    def on_evaluation(self, trainer: Trainer, module: "Inverter", slots: list[Slot]) -> None:
-        """Note what was decoded."""
-        for slot in slots:
-            self._search.note_evaluation(slot)
-        self._search.show(slots, module.prompt_length)
-
-    def on_target_end(self, trainer: Trainer, module: "Inverter", row: Inversion) -> None:
-        """Note the row; where it is exact, the text's other starts are dropped."""
-        self._search.note_row(row)
-        if row.exact:
-            for slot in module.active:
-                if text_id(slot.target.id) == text_id(row.target_id):
-                    module.slots[slot.index] = None
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: "Inverter", *_: Any) -> None:  # type: ignore[override]
-        """End the run when its time is up, or when someone asks for it."""
-        self._search.show(pl_module.active, pl_module.prompt_length)
-        if self._search.must_stop():
-            pl_module.stop_requested = True
+def _fitting_lengths(lm: FrozenLM, targets: Sequence[Target]) -> Sequence[int]:
+    """Those that fit into the LM's positions; the shortest in any case."""
+    rest, limit = max(target.longest_row(0) for target in targets), lm.max_positions
+    fitting = [n for n in AUTO_LENGTHS if limit is None or n + rest < limit]
+    return fitting or AUTO_LENGTHS[:1]
 
 
-def text_id(start_id: str) -> str:
-    """Whose start it is.
+def _starts(targets: Sequence[Target], count: int) -> list[Target]:
+    """Several targets for each, of one group, with noise of their own."""
+    return [
+        dataclasses.replace(target, id=f"{target.id}#{i}", group=target.id)
+        for i in range(count)
+        for target in targets
+    ]
 
-    >>> text_id("text_0#3")
-    'text_0'
+
+def _keep_best(best: dict[str, Inversion], inverter: Inverter, groups: Mapping[str, str]) -> None:
+    """Take over the best row of each text; ties keep that of the shorter prompt."""
+    must_round_trip = inverter.vocabulary.must_round_trip
+
+    def score(row: Inversion) -> tuple[bool, float, float]:
+        return row.round_trips or not must_round_trip, row.lcs, -row.discrete_loss
+
+    for row in inverter.finished:
+        group = groups[row.target_id]
+        best[group] = max(best.get(group, row), row, key=score)
+
+
+def _with_end(row: Inversion, watch: Watch) -> Inversion:
+    """The row with the seconds of the whole search, and why that ended.
+
+    Only Ctrl-C interrupts: a run that is out of time has spent its budget.
     """
-    return start_id.rpartition("#")[0]
+    if row.exact:
+        return dataclasses.replace(row, seconds=watch.exact_after[row.target_id])
+    reason = row.stop_reason.replace("interrupted", "budget")
+    if watch.stop_requested:
+        reason = "interrupted"
+    return dataclasses.replace(row, seconds=watch.seconds, stop_reason=reason)

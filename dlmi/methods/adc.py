@@ -12,20 +12,20 @@ because it works, not on a schedule. Several restarts share one batch, and the a
 each is scored at every step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.inverter import Inverter
-from dlmi.losses import LossName
-from dlmi.passes import StepLosses, target_pass
-from dlmi.prompt_forms import Relaxation
-from dlmi.slots import Slot
-from dlmi.token_sets import AllowedTokens
-from dlmi.vocabulary import ForbiddenTokens
+from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.methods.base import Relaxation, Step
+from dlmi.methods.slot import Slot
+from dlmi.scoring.losses import LossName
+from dlmi.scoring.passes import Pass, Steps
+from dlmi.tokens.vocabulary import Vocabulary
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
 
@@ -67,173 +67,136 @@ def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) ->
     return counts.clamp_min(1)
 
 
-class ADC(Inverter):
+@dataclass
+class ADCState:
+    """What is kept between steps.
+
+    Attributes:
+        best_ids: The discrete prompt of lowest loss that any restart has had, (N,).
+        best_loss: Its loss.
+        wrong: Moving average of the wrong target tokens of each restart, (R,).
+    """
+
+    best_ids: Tensor
+    best_loss: float = float("inf")
+    wrong: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ADC(Relaxation[ADCState]):
     """Adaptive dense-to-sparse search on the simplex, with restarts in one batch.
 
     Args:
-        prompt_length: Tokens of a prompt, N.
-        steps: Budget: optimisation steps a target may use.
-        token_budget: Budget in token passes through the LM, beside `steps`.
         restarts: Starts optimised side by side for each target.
         loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
         lr: SGD's learning rate.
         momentum: SGD's momentum.
         ema_rate: Weight of the newest count of wrong tokens in the sparsity.
-        norm_gradient_scale: Factor on gradients at the norm layers; 1 leaves them alone.
-        eval_every: Steps between two greedy decodes of the best discrete prompt.
-        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
-        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
-            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
-        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
-        refine_after: Share of the budget after which the best discrete prompt is refined by
-            swaps (`dlmi.refinement`); 1 for never.
-        refine_width: Swaps that a step of the refinement tries.
-        seed: With the target's id it fixes the starts. On the command line: `seed_everything`.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
     """
 
-    def __init__(
-        self,
-        prompt_length: int = 80,
-        steps: int = 2048,
-        token_budget: int | None = None,
-        restarts: int = 16,
-        loss: LossName = "cross_entropy",
-        lr: float = 10.0,
-        momentum: float = 0.99,
-        ema_rate: float = 0.01,
-        norm_gradient_scale: float = 1.0,
-        eval_every: int = 16,
-        prompt_bos: bool = False,
-        allowed_tokens: AllowedTokens = "all",
-        forbid_target_tokens: ForbiddenTokens = "none",
-        refine_after: float = 1.0,
-        refine_width: int = 16,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            prompt_length,
-            steps,
-            token_budget,
-            eval_every,
-            prompt_bos,
-            allowed_tokens,
-            forbid_target_tokens,
-            seed,
-        )
-        self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
-        check_at_least_one("model", restarts=restarts)
-        check_positive("model", lr=lr)
-        if not (0 <= momentum < 1 and 0 < ema_rate <= 1):
+    restarts: int = 16
+    loss: LossName = "cross_entropy"
+    lr: float = 10.0
+    momentum: float = 0.99
+    ema_rate: float = 0.01
+    norm_gradient_scale: float = 1.0
+
+    state_type = ADCState
+    reads_embeddings = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that do not go together."""
+        check_at_least_one("model.method", restarts=self.restarts)
+        check_positive("model.method", lr=self.lr, norm_gradient_scale=self.norm_gradient_scale)
+        if not (0 <= self.momentum < 1 and 0 < self.ema_rate <= 1):
             raise InputError(
-                "Expected `model.momentum` to be at least 0 and below 1 and `model.ema_rate` to be "
-                f"above 0 and at most 1, but got {momentum} and {ema_rate}."
+                "Expected `model.method.momentum` to be at least 0 and below 1 and `model.method."
+                f"ema_rate` to be above 0 and at most 1, but got {self.momentum} and "
+                f"{self.ema_rate}."
             )
-        self.restarts = restarts
-        self.loss: LossName = loss
-        self.lr = lr
-        self.momentum = momentum
-        self.ema_rate = ema_rate
 
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (R, N, V): a row of the simplex per restart and position."""
-        return {"Z": (self.restarts, self.prompt_length, len(self.vocabulary))}
+        return {"Z": (self.restarts, length, len(vocabulary))}
 
-    def initialise(self, slot: Slot) -> None:
+    def init(self, slot: Slot) -> ADCState:
         """The softmax of N(0, 1)."""
-        parameter = self.Z[slot.index]
-        self.vocabulary.bar_(parameter.normal_(generator=slot.generator), slot.target)
-        parameter.copy_(torch.softmax(parameter, dim=-1))
+        rows = slot.params["Z"]
+        slot.tokens.bar_(rows.normal_(generator=slot.rng))
+        rows.copy_(torch.softmax(rows, dim=-1))
+        first = ADCState(slot.tokens.ids(rows[0].argmax(-1)))
+        logits = self.soft_prompt(slot, first).logits
+        return ADCState(slot.tokens.repaired(first.best_ids[None], logits)[0])
 
-    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+    def step(self, slot: Slot, state: ADCState) -> Steps[tuple[Step, ADCState]]:
         """The sum over restarts, each on its own; reports the lowest of them."""
-        for slot in slots:
-            if slot.step:
-                self._sparsify(slot)
-        rows = [self.Z[slot.index] for slot in slots]  # (R, N, V) each
-        self._score_discrete(slots, torch.stack([r.detach().argmax(-1) for r in rows]))
-        matrix = self.vocabulary.matrix.to(self.compute_dtype)
-        embeds = torch.stack([r @ matrix for r in rows])  # (B, R, N, d)
-        losses, output_ids = target_pass(
-            self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
+        rows = slot.params["Z"]  # (R, N, V)
+        if state.wrong is not None:
+            self._sparsify(slot, state.wrong)
+        ids = slot.tokens.ids(rows.detach().argmax(-1))  # (R, N)
+        prompt_ids = slot.tokens.repaired(ids, self.soft_prompt(slot, state).logits)
+        discrete = yield Pass(prompt_ids, slot.examples)
+        exact = [slot.is_wanted(ids) for ids in discrete.output_ids]
+        best = exact.index(True) if any(exact) else int(discrete.losses.argmin())
+        loss, found_ids = float(discrete.losses[best]), None
+        best_ids, best_loss = state.best_ids, state.best_loss
+        # Losses on different examples cannot be compared: then the latest best is the best.
+        if exact[best] or slot.target.is_shared or loss < best_loss:
+            best_ids, best_loss = prompt_ids[best], loss
+        if exact[best]:
+            found_ids = best_ids
+        matrix = slot.tokens.vocabulary.matrix.to(rows.dtype)
+        relaxed = yield Pass(
+            rows @ matrix,
+            slot.examples,
+            self.loss,
+            norm_gradient_scale=self.norm_gradient_scale,
         )
-        for slot, outputs in zip(slots, output_ids, strict=True):
-            self._count_wrong(slot, outputs)
-        lowest = losses.detach().argmin(dim=1)  # (B,)
-        return StepLosses(
-            losses.sum(dim=1),
-            output_ids[torch.arange(len(slots)), lowest],
-            losses.detach().amin(dim=1),
+        wrong = self._count_wrong(slot, relaxed.output_ids).to(rows.dtype)
+        average = wrong if state.wrong is None else state.wrong
+        average = average + self.ema_rate * (wrong - average)
+        lowest = relaxed.losses.detach().argmin()
+        step = Step(
+            relaxed.losses.sum(),
+            relaxed.output_ids[lowest],
+            value=relaxed.losses.detach().amin(),
+            found_ids=found_ids,
         )
+        return step, ADCState(best_ids, best_loss, average)
 
-    def _count_wrong(self, slot: Slot, outputs: Tensor) -> None:
-        """Follow how many target tokens (of an example) are wrong after each restart, (R,)."""
-        target = slot.target_at()
-        target_ids = torch.tensor(target.ids, device=outputs.device)
-        wrong = (outputs[:, : len(target_ids)] != target_ids).sum(-1).to(self.compute_dtype)
-        wrong = wrong / len(target.readings)
-        average = slot.memory.get("wrong", wrong)
-        slot.memory["wrong"] = average + self.ema_rate * (wrong - average)
+    def _count_wrong(self, slot: Slot, output_ids: Tensor) -> Tensor:
+        """Target tokens (of an example, on average) that each restart gets wrong, (R,)."""
+        wanted = [token_id for example in slot.examples for token_id in example.ids]
+        wrong = (output_ids != output_ids.new_tensor(wanted)).sum(-1)
+        return wrong / len(slot.examples)
 
     @torch.no_grad()
-    def _sparsify(self, slot: Slot) -> None:
-        self.vocabulary.bar_(self.Z[slot.index], slot.target)  # a step has moved them off 0
-        for rows, wrong in zip(self.Z[slot.index], slot.memory["wrong"].tolist(), strict=True):
+    def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
+        slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
+        for rows, count in zip(slot.params["Z"], wrong.tolist(), strict=True):
             # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
-            sparsity = min(2.0 ** min(wrong, 64.0), rows.shape[-1])
-            counts = sparsity_counts(sparsity, self.prompt_length, slot.generator)
+            sparsity = min(2.0 ** min(count, 64.0), rows.shape[-1])
+            counts = sparsity_counts(sparsity, slot.length, slot.rng)
             rows.copy_(keep_largest(rows, counts))
 
-    @torch.no_grad()
-    def _score_discrete(self, slots: Sequence[Slot], columns: Tensor) -> None:
-        """Keep the argmax prompt with the lowest loss that any restart has had: (B, R, N)."""
-        rows = zip(slots, self.vocabulary.ids(columns), strict=True)
-        token_ids = torch.stack([self.mended(slot, ids) for slot, ids in rows])
-        losses, output_ids = target_pass(
-            self.lm, slots, self.lm.embed(token_ids), "cross_entropy", prompt_bos=self.prompt_bos
-        )
-        for row, slot in enumerate(slots):
-            target_ids = torch.tensor(slot.target_at().ids, device=columns.device)
-            exact = (output_ids[row, :, : len(target_ids)] == target_ids).all(-1)
-            best = int(exact.int().argmax() if exact.any() else losses[row].argmin())
-            loss = float(losses[row, best])
-            slot.is_promising = bool(exact[best])
-            # Losses on different examples cannot be compared: then the latest best is the best.
-            is_shared = slot.target.shared is not None
-            before = slot.memory.get("best_loss", float("inf"))
-            if slot.is_promising or is_shared or loss < before:
-                slot.memory["best_loss"] = loss
-                slot.memory["best_ids"] = token_ids[row, best]
-
-    def token_passes_per_step(self, target_length: int) -> int:
-        """Each restart's rows forward and backward, its discrete prompt forward."""
-        return 3 * self.restarts * (self.prompt_length + target_length - 1)
-
-    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The best discrete prompts so far; before the first step, the first restart's, (B, N)."""
-        rows = []
-        for slot in slots:
-            if "best_ids" not in slot.memory:
-                first = self.vocabulary.ids(self.Z[slot.index][:1].detach().argmax(-1))
-                rows.append(self.mended(slot, first)[0])
-            else:
-                rows.append(slot.memory["best_ids"])
-        return torch.stack(rows)
+    def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
+        """The best discrete prompt so far; before the first step, the first restart's."""
+        return state.best_ids
 
     @torch.no_grad()
-    def diagnostics(self, slot: Slot) -> dict[str, Tensor]:
-        """How many entries of each position's row are not zero, averaged over restarts."""
-        return {"nonzero": (self.Z[slot.index] > 0).sum(-1).float().mean(0)}
-
-    @torch.no_grad()
-    def relaxation(self, slot: Slot) -> Relaxation:
+    def soft_prompt(self, slot: Slot, state: ADCState) -> SoftPrompt:
         """The rows of the restart with the fewest wrong tokens."""
-        wrong: Tensor | None = slot.memory.get("wrong")
-        rows = self.Z[slot.index][0 if wrong is None else int(wrong.argmin())]  # (N, V)
-        logits = rows.clamp_min(torch.finfo(rows.dtype).tiny).log()
-        self.vocabulary.bar_(logits, slot.target)
-        return Relaxation(logits, rows.new_ones(self.prompt_length))
+        wrong = state.wrong
+        rows = slot.params["Z"][0 if wrong is None else int(wrong.argmin())]  # (N, V)
+        logits = slot.tokens.bar_(rows.clamp_min(torch.finfo(rows.dtype).tiny).log())
+        return SoftPrompt(logits, rows.new_ones(slot.length))
 
-    def configure_optimizers(self) -> Optimizer:
+    @torch.no_grad()
+    def diagnostics(self, slot: Slot, state: ADCState) -> dict[str, Tensor]:
+        """How many entries of each position's row are not zero, averaged over restarts."""
+        return {"nonzero": (slot.params["Z"] > 0).sum(-1).float().mean(0)}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """SGD with heavy momentum."""
-        return SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return SGD(parameters, lr=self.lr, momentum=self.momentum)

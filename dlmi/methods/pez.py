@@ -10,21 +10,21 @@ P is kept as Z here, with the width of an embedding in place of the vocabulary. 
 teacher-forced. Unlike the relaxations there is no distribution over tokens and no noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dlmi.errors import InputError, check_positive
-from dlmi.estimators import with_forward
-from dlmi.inverter import Inverter
-from dlmi.losses import LossName
-from dlmi.passes import StepLosses, target_pass
-from dlmi.slots import Slot
-from dlmi.token_sets import AllowedTokens
-from dlmi.vocabulary import ForbiddenTokens
+from dlmi.estimators.sampling import with_forward
+from dlmi.methods.base import Defaults, Relaxation, Step
+from dlmi.methods.slot import Slot
+from dlmi.scoring.losses import LossName
+from dlmi.scoring.passes import Pass, Steps
+from dlmi.tokens.vocabulary import Vocabulary
 
 Metric = Literal["cosine", "euclidean"]
 
@@ -39,110 +39,66 @@ def nearness(points: Tensor, matrix: Tensor, metric: Metric) -> Tensor:
     return products - matrix.square().sum(-1) / 2
 
 
-class PEZ(Inverter):
+@dataclass(frozen=True)
+class PEZ(Relaxation[None]):
     """Continuous prompt, projected onto the nearest tokens in every forward pass.
 
     Args:
-        prompt_length: Tokens of a prompt, N.
-        steps: Budget: optimisation steps a target may use.
-        token_budget: Budget in token passes through the LM, beside `steps`.
-        metric: What nearest means: `cosine` or `euclidean`.
+        metric: What is near: `cosine` similarity or `euclidean` distance.
         loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
         lr: AdamW's learning rate.
         weight_decay: AdamW's weight decay.
-        eval_every: Steps between two greedy decodes of the discrete prompt.
-        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
-        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
-            `ascii` or `printable`, those that `round_trip`, or a file with a token a line.
-        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
-        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
-        refine_after: Share of the budget after which the best discrete prompt is refined by
-            swaps (`dlmi.refinement`); 1 for never.
-        refine_width: Swaps that a step of the refinement tries.
-        seed: With the target's id it fixes the start. On the command line: `seed_everything`.
     """
 
-    def __init__(
-        self,
-        prompt_length: int = 80,
-        steps: int = 3000,
-        token_budget: int | None = None,
-        metric: Metric = "cosine",
-        loss: LossName = "cross_entropy",
-        lr: float = 0.1,
-        weight_decay: float = 0.1,
-        eval_every: int = 16,
-        prompt_bos: bool = False,
-        allowed_tokens: AllowedTokens = "all",
-        forbid_target_tokens: ForbiddenTokens = "none",
-        norm_gradient_scale: float = 1.0,
-        refine_after: float = 1.0,
-        refine_width: int = 16,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            prompt_length,
-            steps,
-            token_budget,
-            eval_every,
-            prompt_bos,
-            allowed_tokens,
-            forbid_target_tokens,
-            seed,
-        )
-        self.set_norm_gradient_scale(norm_gradient_scale)
-        self.set_refinement(refine_after, refine_width)
-        check_positive("model", lr=lr)
-        if weight_decay < 0:
+    metric: Metric = "cosine"
+    loss: LossName = "cross_entropy"
+    lr: float = 0.1
+    weight_decay: float = 0.1
+
+    reads_embeddings = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that make no sense."""
+        check_positive("model.method", lr=self.lr)
+        if self.weight_decay < 0:
             raise InputError(
-                f"Expected `model.weight_decay` to be at least 0, but got {weight_decay}."
+                "Expected `model.method.weight_decay` to be at least 0, but got "
+                f"{self.weight_decay}."
             )
-        self.metric: Metric = metric
-        self.loss: LossName = loss
-        self.lr = lr
-        self.weight_decay = weight_decay
 
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+    def defaults(self) -> Defaults:
+        """As published."""
+        return Defaults(steps=3000)
+
+    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (N, d), the continuous prompt."""
-        return {"Z": (self.prompt_length, self.lm.embedding_matrix.shape[1])}
+        return {"Z": (length, vocabulary.matrix.shape[1])}
 
-    def initialise(self, slot: Slot) -> None:
+    def init(self, slot: Slot) -> None:
         """The embeddings of random tokens."""
-        allowed = self.vocabulary.allowed_columns(slot.target)
-        device = slot.generator.device
-        picks = torch.randint(
-            len(allowed), (self.prompt_length,), generator=slot.generator, device=device
-        )
-        self.Z[slot.index].copy_(self.vocabulary.matrix[allowed[picks]])
+        [ids] = slot.tokens.random_ids(1, slot.length, slot.rng)
+        slot.params["Z"].copy_(slot.tokens.lm.embed(ids.to(slot.params["Z"].device)))
 
-    def losses(self, slots: Sequence[Slot]) -> StepLosses:
+    def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
         """The loss at the projection, whose gradient goes to Z."""
-        continuous = torch.stack([self.Z[slot.index] for slot in slots])  # (B, N, d)
-        projected = self.lm.embed(self._nearest_ids(slots)).to(continuous.dtype)
-        embeds = with_forward(continuous, projected)[:, None]  # (B, 1, N, d)
-        losses, output_ids = target_pass(
-            self.lm, slots, embeds, self.loss, prompt_bos=self.prompt_bos
-        )
-        return StepLosses(losses[:, 0], output_ids[:, 0])
+        continuous = slot.params["Z"]
+        nearest_ids = slot.tokens.ids(self._nearness(slot).argmax(-1))
+        projected = slot.tokens.lm.embed(nearest_ids).to(continuous.dtype)
+        scores = yield Pass(with_forward(continuous, projected)[None], slot.examples, self.loss)
+        return Step(scores.losses[0], scores.output_ids[0]), None
 
-    def token_passes_per_step(self, target_length: int) -> int:
-        """One prompt, forward and backward."""
-        return 2 * (self.prompt_length + target_length - 1)
-
-    def prompt_ids(self, slots: Sequence[Slot]) -> Tensor:
-        """The nearest tokens, (B, N)."""
-        rows = zip(slots, self._nearest_ids(slots), strict=True)
-        return torch.cat([self.mended(slot, ids[None]) for slot, ids in rows])
+    def prompt_ids(self, slot: Slot, state: None) -> Tensor:
+        """The nearest tokens."""
+        ids = slot.tokens.ids(self._nearness(slot).argmax(-1))
+        return slot.tokens.repaired(ids[None])[0]
 
     @torch.no_grad()
-    def _nearest_ids(self, slots: Sequence[Slot]) -> Tensor:
-        continuous = torch.stack([self.Z[slot.index] for slot in slots])
-        matrix = self.vocabulary.matrix.to(continuous.dtype)
-        scores = nearness(continuous, matrix, self.metric)  # (B, N, V)
-        for slot, mine in zip(slots, scores, strict=True):
-            self.vocabulary.bar_(mine, slot.target)
-        return self.vocabulary.ids(scores.argmax(-1))
+    def _nearness(self, slot: Slot) -> Tensor:
+        """How near each position is to each token that it may be, (N, V)."""
+        continuous = slot.params["Z"]
+        matrix = slot.tokens.vocabulary.matrix.to(continuous.dtype)
+        return slot.tokens.bar_(nearness(continuous, matrix, self.metric))
 
-    def configure_optimizers(self) -> Optimizer:
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """AdamW on the continuous prompt."""
-        return AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay, fused=True)
+        return AdamW(parameters, self.lr, weight_decay=self.weight_decay, fused=True)

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlmi.prompt_forms import FLOORS
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
 from dlmi.report.loading import Group, Loaded, Series
 from dlmi.report.naming import budget_name, form_name, group_titles, k_name
@@ -24,7 +23,7 @@ from dlmi.report.styles import (
     safe_text,
     styles_of,
 )
-from dlmi.results import Inversion
+from dlmi.rows import FLOORS, Inversion
 
 _ROWS_PER_FIGURE = 4
 _MOST_COLUMNS = 3

@@ -17,7 +17,7 @@ from dlmi.report.naming import budget_name
 from dlmi.report.prompt_tables import log_perplexity
 from dlmi.report.scene import Scene, place, role_of, tau_of
 from dlmi.report.verdicts import NEGLIGIBLE, Finding, above, below, between
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
 
 LONG_PROMPT = 80
 LONG_RUN = 2048

@@ -24,7 +24,7 @@ from dlmi.report.styles import (
     safe_text,
     styles_of,
 )
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
 
 _POINTS = 160  # of a curve
 _MARKS = 7  # markers along it

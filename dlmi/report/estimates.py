@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 from dlmi.report.loading import Axis, best_point, last_point
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
 
 # A number of a row; None where the row has none.
 Measure = Callable[[Inversion], float | None]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlmi.gradients.comparison import ks_tests
-from dlmi.gradients.rows import GradientRow, read_gradient_rows
+from dlmi.gradient_rows import GradientRow, read_gradient_rows
+from dlmi.report.gradient_comparison import ks_tests
 from dlmi.report.parts import Cell, ReportTable
 
 

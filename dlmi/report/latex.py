@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from dlmi.display import visible
 from dlmi.report.page import format_cell
 from dlmi.report.parts import Cell, ModelText, ReportTable
+from dlmi.text import visible
 
 # Longer tables may break over pages; longtable does not work in two columns, tabular does.
 _LONGEST_FLOAT = 40

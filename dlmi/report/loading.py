@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlmi.errors import InputError
-from dlmi.gradients.rows import FILE_NAME as GRADIENTS_FILE
+from dlmi.gradient_rows import FILE_NAME as GRADIENTS_FILE
 from dlmi.report.method_names import natural_order, run_labels
 from dlmi.report.result_files import (
     Axis,
@@ -20,8 +20,7 @@ from dlmi.report.result_files import (
     read_results,
     result_files,
 )
-from dlmi.results import RESULTS_FILE, Inversion
-from dlmi.slots import TracePoint
+from dlmi.rows import RESULTS_FILE, Inversion, TracePoint
 
 __all__ = ["Axis", "Group", "Loaded", "Series", "best_point", "last_point", "load"]
 

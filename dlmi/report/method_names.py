@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
@@ -21,6 +21,9 @@ def paper_name(method: str, settings: Mapping[str, Any]) -> str:
     >>> paper_name("DLMI", {"tau0": 100.0, "teacher_forcing": False, "temperature": "decoupled"})
     'DLMI(100)-TF'
     """
+    first = settings.get("first")
+    if method == "Refined" and isinstance(first, dict):
+        return f"{paper_name(str(first.get('method')), first)} + search"
     forced = settings.get("teacher_forcing")
     if method == "DLMI" and isinstance(settings.get("tau0"), int | float):
         kind = settings.get("temperature", "decoupled")
@@ -37,14 +40,16 @@ def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
     What makes the method must agree (estimator, temperature, teacher forcing, loss); step size,
     samples and tau may differ. The paper's prompts may hold any token and need not be likely.
     """
-    if any(settings.get(name, free) != free for name, free in _UNRESTRICTED.items()):
+    if any(_is_restricted(name, settings) for name in _UNRESTRICTED):
         return None
     has_paper_loss = settings.get("loss", "cross_entropy") == "cross_entropy"
     is_relaxed = settings.get("estimator", "gumbel_softmax") == "gumbel_softmax"
     forced = bool(settings.get("teacher_forcing"))
     if method == "DLMI" and has_paper_loss and is_relaxed:
         if settings.get("temperature") == "decoupled":
-            is_greedy = settings.get("next_token", "greedy") == "greedy"
+            # Earlier rows have a name, and a temperature even where it is of no use.
+            greedy = "greedy" if "next_token" in settings else None
+            is_greedy = settings.get("next_token", settings.get("next_token_tau")) == greedy
             return "DLMI" if forced else "DLMI-TF" if is_greedy else None
         return "GBDA" if settings.get("temperature") == "fixed" and not forced else None
     if method == "GBDA" and has_paper_loss and is_relaxed and not forced:
@@ -79,7 +84,7 @@ def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list
         paper_name(first.method, first.settings) if name is None else name
         for name, first in zip(names, firsts, strict=True)
     ]
-    settings = [{"method": first.method, **_UNRESTRICTED, **first.settings} for first in firsts]
+    settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
     labels = []
     for name, mine in zip(found, settings, strict=True):
         alike = [other for label, other in zip(found, settings, strict=True) if label == name]
@@ -92,9 +97,26 @@ def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list
     return labels
 
 
+def _as_now(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without nulls that leave it to the method what a prompt may be, and without `refine_after`.
+
+    That and its width go where no search came after a relaxation.
+    """
+    is_alone = settings.get("refine_after") == 1
+    return {
+        name: value
+        for name, value in settings.items()
+        if not (name in _UNRESTRICTED and value is None)
+        and not (is_alone and name.startswith("refine_"))
+    }
+
+
 def _is_restricted(name: str, settings: Mapping[str, Any]) -> bool:
-    return name in _UNRESTRICTED and settings[name] != _UNRESTRICTED[name]
+    """Whether prompts may not be whatever works; null leaves that to the method."""
+    return name in _UNRESTRICTED and settings.get(name) not in (None, _UNRESTRICTED[name])
 
 
 def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:
-    return len({json.dumps(s.get(name), sort_keys=True) for s in settings}) > 1
+    free = _UNRESTRICTED.get(name)
+    values = (s.get(name) for s in settings)
+    return len({json.dumps(free if v is None else v, sort_keys=True) for v in values}) > 1

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dlmi.display import visible
 from dlmi.report.loading import Group, Loaded, Series
 from dlmi.report.page_data import group_names, page_data, script_json
 from dlmi.report.parts import Cell, Figure, ReportTable
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
+from dlmi.text import visible
 from dlmi.version import __version__
 
 DASH = "\N{EN DASH}"

@@ -11,10 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dlmi.metrics import lcs_members
-from dlmi.prompt_forms import DECODES
 from dlmi.report.loading import Group
-from dlmi.results import Inversion
-from dlmi.slots import TracePoint
+from dlmi.rows import DECODES, Inversion, TracePoint
 
 TRACE_POINTS = 64
 

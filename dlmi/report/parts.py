@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dlmi.display import visible
+from dlmi.text import visible
 
 Cell = str | int | float | None
 

@@ -9,7 +9,7 @@ from dlmi.report.loading import Group, Loaded, Series
 from dlmi.report.naming import group_titles
 from dlmi.report.parts import Cell, ModelText, ReportTable
 from dlmi.report.tables import ERRORS, all_series, mean_and_error
-from dlmi.results import Inversion
+from dlmi.rows import Inversion
 
 _SHOWN_PROMPTS = 60
 

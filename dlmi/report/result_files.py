@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from dlmi.errors import InputError
-from dlmi.gradients.rows import FILE_NAME as GRADIENTS_FILE
-from dlmi.json_lines import build, parse_object, read_json_file, read_lines
-from dlmi.results import RESULTS_FILE, Inversion
+from dlmi.gradient_rows import FILE_NAME as GRADIENTS_FILE
+from dlmi.jsonl import build, parse_object, read_json_file, read_lines
+from dlmi.rows import RESULTS_FILE, Inversion
 
 Axis = Literal["step", "token_passes", "seconds"]
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.font_manager import FontProperties, get_font
 from matplotlib.font_manager import findfont as find_font
 
-from dlmi.display import visible
+from dlmi.text import visible
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#4D4D4D")
 _HATCHES = (

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 
-from dlmi.prompt_forms import DECODES, FLOORS, FORMS
 from dlmi.report.estimates import (
     Estimate,
     Measure,
@@ -14,7 +13,7 @@ from dlmi.report.estimates import (
 from dlmi.report.loading import Axis, Group, Loaded, Series, best_point, last_point
 from dlmi.report.naming import budget_name, form_name, group_titles
 from dlmi.report.parts import Cell, ReportTable
-from dlmi.results import Inversion
+from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
 _METHODS_PER_TABLE = 6
 

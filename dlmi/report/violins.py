@@ -7,7 +7,7 @@ from typing import cast
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from dlmi.gradients.comparison import labels_of, values_of
+from dlmi.report.gradient_comparison import labels_of, values_of
 from dlmi.report.gradient_sets import GradientSet
 from dlmi.report.styles import Drawing, house_style, new_canvas, safe_text, styles_of
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlmi.display import escape_markdown, visible
 from dlmi.report.latex import latex_table
 from dlmi.report.loading import Loaded
 from dlmi.report.page import format_cell
 from dlmi.report.parts import Cell, Figure, ModelText, ReportTable
 from dlmi.report.styles import Drawing, house_style
+from dlmi.text import escape_markdown, visible
 from dlmi.version import __version__
 
 _DOTS_PER_INCH = 200

@@ -1,0 +1,85 @@
+"""`python -m dlmi invert TEXT`: the prompt of one text, on the command line."""
+
+import sys
+from pathlib import Path
+
+from dlmi.cli.parser import CommandParser
+from dlmi.errors import InputError
+from dlmi.invert_text import invert
+from dlmi.invert_text.screen import SearchScreen, print_found
+from dlmi.lm.loading import PACKAGED
+
+SOLVED, BEST_EFFORT = 0, 3  # exit codes
+
+
+def invert_command(arguments: list[str]) -> int:
+    """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
+    options = make_parser().parse_args(arguments).as_dict()
+    text = _read_text(options.pop("text"), options.pop("file"))
+    as_json = options.pop("json")
+    with SearchScreen() as screen:
+        row = invert(text=text, on_progress=screen.show, **options)
+    if as_json:
+        print(row.to_json_line(), end="")
+    else:
+        print_found(row)
+    return SOLVED if row.exact else BEST_EFFORT
+
+
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        prog="python -m dlmi invert",
+        usage='python -m dlmi invert "TEXT" [options]',
+        description=(
+            "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: only "
+            "the best effort, also after Ctrl-C; 2: a mistake in the input."
+        ),
+    )
+    parser.add_argument(
+        "text",
+        nargs="?",
+        type=str,
+        default=None,
+        help="What the LM is to say; `-`, or nothing, reads it from stdin. Most texts that go on "
+        'in the middle of a line start with a space: " Paris.".',
+    )
+    parser.add_argument("--file", type=Path | None, default=None, help="A file with the text.")
+    parser.add_argument("--lm", type=str, default=PACKAGED, help="As in `fit`'s `data`.")
+    parser.add_function_arguments(invert, skip={"lm", "text", "on_progress"})
+    parser.add_argument(
+        "--json", action="store_true", help="The result row as JSON on stdout, and nothing else."
+    )
+    return parser
+
+
+def _read_text(text: str | None, file: Path | None) -> str:
+    """TEXT, or a file, or stdin; the newline that ends a file is not part of the text."""
+    if text is not None and file is not None:
+        raise InputError("Expected TEXT or `--file`, but got both.")
+    if text is not None and text != "-":
+        source, raw = "TEXT", text.encode("utf-8", "surrogateescape")
+    elif file is not None:
+        source = "`--file`"
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise InputError(
+                f"Expected `--file` to be a readable file, but got {file} ({error.strerror})."
+            ) from error
+    elif text is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise InputError(
+            'Expected TEXT, such as python -m dlmi invert " Paris.", or `--file`, or a text on '
+            "stdin, but got none."
+        )
+    else:
+        source, raw = "stdin", sys.stdin.buffer.read()
+    try:
+        decoded = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"Expected {source} to be UTF-8, but it is not ({error}).") from error
+    if source != "TEXT":
+        decoded = decoded.removesuffix("\n").removesuffix("\r")
+    if not decoded.strip():
+        raise InputError(f"Expected {source} to hold a text, but it is empty.")
+    return decoded

@@ -1,0 +1,109 @@
+"""The command line: `fit` through LightningCLI, the other commands beside it.
+
+Every mistake of the user ends in one line and exit code 2; Ctrl-C ends in exit code 130.
+"""
+
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
+
+from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
+from dlmi.text import visible
+from dlmi.version import __version__
+
+HELP = """\
+usage: python -m dlmi COMMAND [options]
+
+Find the prompt that makes a frozen language model say exactly this.
+
+commands:
+  invert    find the prompt of one text: python -m dlmi invert " Paris."
+  fit       invert a queue of targets:   python -m dlmi fit --config configs/quickstart.yaml
+  targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
+  verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
+  compare   run a grid of methods:       python -m dlmi compare --config configs/compare/small.yaml
+  score     right answers of prompts:    python -m dlmi score --prompt " Think first."
+  report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
+  bench     how fast it is, here:        python -m dlmi bench
+  gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
+  completion  options at a key press:    source <(dlmi completion)
+
+options:
+  --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
+             `python -m dlmi fit --model.method.help DLMI` those of a method
+  --version  the version
+"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command; `args` as on the command line, without the program's name."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+        sys.exit(0 if arguments else 2)
+    if command == "--version":
+        print(f"dlmi {__version__}")
+        sys.exit(0)
+    if command not in COMMANDS:
+        fail(f"Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
+    _quieten()
+    try:
+        sys.exit(COMMANDS[command](arguments[1:]))
+    except UnicodeDecodeError as error:
+        fail(f"Expected files of UTF-8 text, but one is not ({error}).")
+    except ValueError as error:
+        fail(str(input_error_behind(error)))
+    except (RunStopped, OSError) as error:
+        stopped = run_stopped_behind(error)
+        print(f"dlmi: stopped: {visible(' '.join(str(stopped).split()))}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("dlmi: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def fail(message: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"dlmi: error: {visible(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Import a command, and only now what it needs: most need torch, which takes seconds."""
+    from dlmi.cli.parser import refuse_endless_yaml
+
+    module = importlib.import_module(f"dlmi.cli.{name}")
+    if "torch" in sys.modules:
+        from dlmi.lm.memory import keep_freed_memory
+        from dlmi.run.full_disk import watch_threads
+
+        keep_freed_memory()
+        watch_threads()
+    refuse_endless_yaml()
+    command: Callable[[list[str]], int] = getattr(module, f"{name}_command")
+    return command(arguments)
+
+
+_NAMES = (
+    *("invert", "fit", "targets", "verify", "compare", "score", "report", "bench", "gradients"),
+    "completion",
+)
+COMMANDS: dict[str, Callable[[list[str]], int]] = {name: partial(_run, name) for name in _NAMES}
+
+
+def _quieten() -> None:
+    """Silence advice that does not concern the user of this program."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*LightningCLI's args parameter.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)

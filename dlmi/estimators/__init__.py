@@ -1,0 +1,1 @@
+"""Temperatures, noise, relaxed samples and soft embeddings."""

@@ -1,0 +1,258 @@
+"""The soft embedding of a group of rows with Triton, for CUDA and ROCm.
+
+Noise is cheap where arithmetic is: it is drawn again wherever it is needed, inside the kernel that
+needs it, and never written. One kernel finds each row's largest entry and sum, one writes the
+weights of a block for the product with E, one turns the product of the backward pass into
+gradients. The products themselves are PyTorch's. Nothing is added up in an order that varies.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlmi.estimators.noise import MULTIPLIER, SHIFT, SIGN_MASK, UNIT, column_words
+from dlmi.estimators.soft_embedding.rows import RowGroup, RowSums
+
+_COLUMNS = 8192  # of a block that is written for a product with E
+_TILE = 1024  # columns that a program holds at once
+
+_SHIFT = tl.constexpr(SHIFT)
+_MULTIPLIER = tl.constexpr(MULTIPLIER % 2**32)
+_SIGN_MASK = tl.constexpr(SIGN_MASK)
+_UNIT = tl.constexpr(UNIT)
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, is no nan
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _entries(
+    logits, words, mask_key, multiplier_key, inverse_tau, columns, count, NOISE: tl.constexpr
+):
+    """(Z + g) / tau at some columns of one row; -inf beyond the last."""
+    inside = columns < count
+    entries = tl.load(logits + columns, mask=inside, other=-float("inf"))
+    if NOISE:
+        word = tl.load(words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        word = (word ^ mask_key) * multiplier_key
+        word = (word ^ (word >> _SHIFT)) * _MULTIPLIER
+        uniform = ((word & _SIGN_MASK).to(entries.dtype) + 0.5) * _UNIT
+        # -log(1 - u) to the last digit also for small u, as log1p would give it.
+        rest = 1.0 - uniform
+        lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)
+        exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / lost))
+        entries -= tl.log(exponential)
+    return entries * inverse_tau
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_keys(masks, multipliers, row, NOISE: tl.constexpr):
+    mask_key = tl.zeros((), tl.uint32)
+    multiplier_key = tl.zeros((), tl.uint32)
+    if NOISE:
+        mask_key = tl.load(masks + row).to(tl.uint32, bitcast=True)
+        multiplier_key = tl.load(multipliers + row).to(tl.uint32, bitcast=True)
+    return mask_key, multiplier_key
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_kernel(
+    logits,
+    words,
+    masks,
+    multipliers,
+    inverse_taus,
+    peaks,
+    totals,
+    largests,
+    positions,
+    count,
+    NOISE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per row: its largest entry, the column of that, and the sum around it."""
+    row = tl.program_id(0)
+    logits += (row % positions).to(tl.int64) * count
+    mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
+    inverse_tau = tl.load(inverse_taus + row)
+    peak = tl.full((), _LOWEST, inverse_tau.dtype)
+    total = tl.zeros((), inverse_tau.dtype)
+    largest = tl.zeros((), tl.int64)
+    for start in range(0, count, TILE):
+        columns = start + tl.arange(0, TILE)
+        x = _entries(
+            logits, words, mask_key, multiplier_key, inverse_tau, columns, count, NOISE=NOISE
+        )
+        highest, where = tl.max(x, 0, return_indices=True)
+        largest = tl.where(highest > peak, where.to(tl.int64) + start, largest)
+        higher = tl.maximum(peak, highest)
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
+        peak = higher
+    tl.store(peaks + row, peak)
+    tl.store(totals + row, total)
+    tl.store(largests + row, largest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights_kernel(
+    logits,
+    words,
+    masks,
+    multipliers,
+    inverse_taus,
+    peaks,
+    weights,
+    positions,
+    count,
+    first,
+    width,
+    NOISE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per row and tile: exp(x - peak) at the columns first to first + width."""
+    row = tl.program_id(0)
+    logits += (row % positions).to(tl.int64) * count
+    mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
+    offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = _entries(
+        logits,
+        words,
+        mask_key,
+        multiplier_key,
+        tl.load(inverse_taus + row),
+        first + offsets,
+        count,
+        NOISE=NOISE,
+    )
+    values = tl.exp(x - tl.load(peaks + row))
+    tl.store(weights + row.to(tl.int64) * width + offsets, values, mask=offsets < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_kernel(
+    logits,
+    words,
+    masks,
+    multipliers,
+    inverse_taus,
+    peaks,
+    means,
+    products,
+    logit_gradients,
+    tau_parts,
+    samples,
+    positions,
+    count,
+    first,
+    width,
+    NOISE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program per position and tile: adds up all samples, in order."""
+    position = tl.program_id(0)
+    tile = tl.program_id(1)
+    offsets = tile * TILE + tl.arange(0, TILE)
+    inside = offsets < width
+    logits += position.to(tl.int64) * count
+    inverse_tau = tl.load(inverse_taus + position)
+    by_logit = tl.zeros((TILE,), inverse_tau.dtype)
+    by_tau = tl.zeros((TILE,), inverse_tau.dtype)
+    for sample in range(samples):
+        row = sample * positions + position
+        mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
+        x = _entries(
+            logits,
+            words,
+            mask_key,
+            multiplier_key,
+            inverse_tau,
+            first + offsets,
+            count,
+            NOISE=NOISE,
+        )
+        x -= tl.load(peaks + row)
+        product = tl.load(products + row.to(tl.int64) * width + offsets, mask=inside, other=0.0)
+        by_x = tl.where(inside, (product - tl.load(means + row)) * tl.exp(x), 0.0)
+        by_logit += by_x
+        by_tau += by_x * tl.where(x > _LOWEST, x, 0.0)  # barred: -inf times 0 would be nan
+    place = logit_gradients + position.to(tl.int64) * count + first + offsets
+    before = tl.load(place, mask=inside, other=0.0)
+    tl.store(place, before + by_logit * inverse_tau, mask=inside)
+    tl.store(tau_parts + position * tl.num_programs(1) + tile, tl.sum(by_tau, 0) * inverse_tau)
+
+
+def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
+    """Fill `sums`."""
+    for slot, span in group.spans():
+        _sums_kernel[(span.stop - span.start,)](
+            *_row_arguments(group, slot, span),
+            sums.peak[span],
+            sums.total[span],
+            sums.largest[span],
+            group.positions,
+            group.columns,
+            NOISE=group.keys is not None,
+            TILE=_TILE,
+        )
+    sums.soft.zero_()
+    for first in range(0, group.columns, _COLUMNS):
+        width = min(_COLUMNS, group.columns - first)
+        weights = sums.soft.new_empty(group.rows, width)
+        for slot, span in group.spans():
+            _weights_kernel[(span.stop - span.start, triton.cdiv(width, _TILE))](
+                *_row_arguments(group, slot, span),
+                sums.peak[span],
+                weights[span],
+                group.positions,
+                group.columns,
+                first,
+                width,
+                NOISE=group.keys is not None,
+                TILE=_TILE,
+            )
+        sums.soft.addmm_(weights, matrix[first : first + width].to(weights.dtype))
+    sums.soft.div_(sums.total)
+
+
+def backward(
+    group: RowGroup,
+    matrix: Tensor,
+    sums: RowSums,
+    gradient: Tensor,
+    logit_gradients: Sequence[Tensor],
+    tau_gradient: Tensor | None,
+) -> None:
+    """Add what the group gives to the gradients; as `plain.backward`."""
+    gradient = gradient / sums.total
+    means = (gradient * sums.soft).sum(-1, keepdim=True)
+    for first in range(0, group.columns, _COLUMNS):
+        width = min(_COLUMNS, group.columns - first)
+        product = gradient @ matrix[first : first + width].to(gradient.dtype).T
+        for slot, span in group.spans():
+            grid = (group.positions, triton.cdiv(width, _TILE))
+            tau_parts = gradient.new_empty(grid)
+            _gradient_kernel[grid](
+                *_row_arguments(group, slot, span),
+                sums.peak[span],
+                means[span],
+                product[span],
+                logit_gradients[slot],
+                tau_parts,
+                (span.stop - span.start) // group.positions,
+                group.positions,
+                group.columns,
+                first,
+                width,
+                NOISE=group.keys is not None,
+                TILE=_TILE,
+            )
+            if tau_gradient is not None:
+                tau_gradient[slot].sub_(tau_parts.sum(-1))
+
+
+def _row_arguments(group: RowGroup, slot: int, span: slice) -> tuple[Tensor, ...]:
+    """What every kernel reads first: logits, column words, the rows' keys and 1 / tau."""
+    words = column_words(group.columns, group.inverse_tau.device)
+    masks, multipliers = (words, words) if group.keys is None else (k[span] for k in group.keys)
+    return group.logits[slot], words, masks, multipliers, group.inverse_tau[span]

@@ -1,0 +1,142 @@
+"""The rows of a soft embedding, in groups that are worked on together.
+
+Few rows make a slow product with E, and E is read once per group; many rows make a large block.
+So small slots are grouped, and the samples of a large slot are split.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlmi.estimators.noise import row_keys
+
+_ROWS = 1024  # of a group, about: enough for a fast product with E
+
+
+class Part(NamedTuple):
+    """Samples of one slot within a group: its rows there are (last - first) x N."""
+
+    slot: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that go through the vocabulary side by side.
+
+    Attributes:
+        logits: Z of every slot, (N, V) each; the parts say which are used.
+        parts: Whose rows these are, in order.
+        span: Which of all rows these are.
+        inverse_tau: 1 / tau of each row, (rows, 1).
+        keys: Mask and multiplier of each row's noise, (rows, 1) each; None without noise.
+    """
+
+    logits: Sequence[Tensor]
+    parts: Sequence[Part]
+    span: slice
+    inverse_tau: Tensor
+    keys: tuple[Tensor, Tensor] | None
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return int(self.span.stop - self.span.start)
+
+    @property
+    def positions(self) -> int:
+        """N."""
+        return len(self.logits[0])
+
+    @property
+    def columns(self) -> int:
+        """V."""
+        return self.logits[0].shape[1]
+
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        """Each part's slot, and which rows of the group are its own."""
+        start = 0
+        for part in self.parts:
+            span = slice(start, start + (part.last - part.first) * self.positions)
+            yield part.slot, span
+            start = span.stop
+
+    def split(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each part's slot, and its share of a tensor (rows, ...) as (samples, N, ...)."""
+        for slot, span in self.spans():
+            yield slot, rows[span].view(-1, self.positions, *rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """What is kept of each row.
+
+    Attributes:
+        soft: p E, (rows, d).
+        peak: The largest x, (rows, 1).
+        total: Sum of exp(x - peak), (rows, 1).
+        largest: The column of the largest x, (rows,); filled where it is asked for.
+    """
+
+    soft: Tensor
+    peak: Tensor
+    total: Tensor
+    largest: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, width: int, like: Tensor) -> "RowSums":
+        """Room for so many rows."""
+        return cls(
+            like.new_empty(rows, width),
+            like.new_empty(rows, 1),
+            like.new_empty(rows, 1),
+            torch.empty(rows, dtype=torch.int64, device=like.device),
+        )
+
+    def part(self, span: slice) -> "RowSums":
+        """Some of the rows, sharing memory."""
+        return RowSums(self.soft[span], self.peak[span], self.total[span], self.largest[span])
+
+
+def row_groups(
+    logits: Sequence[Tensor], tau: Tensor, seeds: Sequence[int] | None, num_samples: int
+) -> Iterator[RowGroup]:
+    """All rows, by slot, sample and position, in groups of about a thousand.
+
+    Args:
+        logits: Z of each slot, B tensors (N, V).
+        tau: (B, N).
+        seeds: A noise seed for each slot, or None.
+        num_samples: S.
+    """
+    positions = tau.shape[1]
+    start = 0
+    for parts in _partition(len(logits), num_samples, positions):
+        inverse_tau = torch.cat(
+            [tau[p.slot].reciprocal().repeat(p.last - p.first) for p in parts]
+        )  # (rows,)
+        keys = None
+        if seeds is not None:
+            words = [
+                row_keys(seeds[p.slot], range(p.first, p.last), range(positions), tau.device)
+                for p in parts
+            ]
+            keys = (torch.cat([mask for mask, _ in words]), torch.cat([m for _, m in words]))
+        span = slice(start, start + len(inverse_tau))
+        yield RowGroup(logits, parts, span, inverse_tau[:, None], keys)
+        start = span.stop
+
+
+def _partition(num_slots: int, num_samples: int, positions: int) -> Iterator[list[Part]]:
+    slots = max(1, _ROWS // (num_samples * positions))
+    samples = max(1, _ROWS // positions)
+    for slot in range(0, num_slots, slots):
+        if slots > 1 or num_samples <= samples:
+            yield [Part(s, 0, num_samples) for s in range(slot, min(slot + slots, num_slots))]
+            continue
+        for first in range(0, num_samples, samples):
+            yield [Part(slot, first, min(first + samples, num_samples))]

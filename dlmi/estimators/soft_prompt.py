@@ -1,0 +1,71 @@
+"""A soft prompt: a distribution over tokens at each position, and how samples of it are drawn.
+
+Axes: S samples, N prompt tokens, V tokens a prompt may hold, d width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.estimators.sampling import EstimatorName, sample_embeds
+from dlmi.estimators.soft_embedding import sample_columns, soft_embedding
+
+
+@dataclass(frozen=True, eq=False)
+class SoftPrompt:
+    """Distributions over tokens, and the samples that a pass reads of them.
+
+    Attributes:
+        logits: Z, (N, V).
+        tau: Temperatures, (N,).
+        estimator: How samples are drawn and differentiated; None: softmax(Z / tau), without noise.
+        samples: How many are drawn, S.
+        seed: Of their noise.
+        rao_draws: Conditional draws of each sample of `gumbel_rao`.
+    """
+
+    logits: Tensor
+    tau: Tensor
+    estimator: EstimatorName | None = None
+    samples: int = 1
+    seed: int = 0
+    rao_draws: int = 10
+
+    def hard_columns(self, count: int, seed: int) -> Tensor:
+        """Discrete prompts as the method would draw them, (count, N).
+
+        The largest entry of a Gumbel sample does not depend on tau, that of a plain softmax does.
+        """
+        logits = self.logits if self.estimator else self.logits / self.tau[:, None]
+        return sample_columns(logits, count, seed)
+
+
+def soft_embeds(prompts: Sequence[SoftPrompt], matrix: Tensor) -> list[Tensor]:
+    """Embeddings of the samples of several soft prompts, (S, N, d) each.
+
+    Prompts that are drawn in the same way share one product with the embedding matrix.
+
+    Args:
+        prompts: What to embed.
+        matrix: What each token embeds to, (V, d).
+    """
+    alike: dict[object, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        kind = (prompt.estimator, prompt.samples, prompt.rao_draws, prompt.logits.shape)
+        alike.setdefault(kind, []).append(i)
+    embeds: dict[int, Tensor] = {}
+    for members in alike.values():
+        first = prompts[members[0]]
+        logits = [prompts[i].logits for i in members]
+        tau = torch.stack([prompts[i].tau for i in members])  # (B, N)
+        if first.estimator is None:
+            made = soft_embedding(logits, tau, matrix)  # (B, 1, N, d)
+        else:
+            seeds = [prompts[i].seed for i in members]
+            made = sample_embeds(
+                first.estimator, logits, tau, matrix, seeds, first.samples, first.rao_draws
+            )
+        embeds.update(zip(members, made, strict=True))
+    return [embeds[i] for i in range(len(prompts))]

@@ -1,0 +1,155 @@
+"""The gradient row: one self-contained JSON line per estimator, target, seed and step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlmi.errors import InputError
+from dlmi.jsonl import build, parse_object, read_lines, to_line
+
+FILE_NAME = "gradients.jsonl"
+
+# Columns of a row that are statistics, in their order.
+STATISTICS = (
+    *("variance_max", "bias_max", "relative_variance", "snr", "cosine", "bias_over_norm", "norm"),
+)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number with its 95% confidence interval.
+
+    Attributes:
+        value: The number; None where it is not defined or the noise hides it.
+        low: Lower end; None for no bound.
+        high: Upper end; None for no bound.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+UNDEFINED = Statistic(None, None, None)
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """What an estimator's gradient of Z is like at one state of one run.
+
+    Every statistic has `value`, `low` and `high`, the ends of a 95% interval over draws (and over
+    the truth's blocks); each is None where it is not defined or where the noise hides it.
+
+    Attributes:
+        estimator: Label of the measured estimator.
+        trajectory: `own` if the state is one of the estimator's own run, else the label of the
+            estimator whose run it is.
+        target_id: Which target.
+        k: Its difficulty, where it was generated.
+        step: Optimisation steps taken before the state.
+        seed: Of the run.
+        prompt_length: N.
+        target_length: M.
+        num_samples: Samples that one draw is the mean of, S.
+        draws: Draws measured.
+        tau: Mean over positions of the estimator's temperature; None for the score function.
+        truth: How the true gradient was found: `kind`, `samples` (prompts it took), `blocks`,
+            `coordinates` (logits it knows; None for all) and `norm` (its noise-corrected norm over
+            those). None where no truth was due at this step. The kind `as_in_code` is the DLMI
+            authors' reference, which is not the true gradient.
+        variance_max: The largest variance of a logit over the draws, as in the paper.
+        bias_max: The largest |mean of the draws - truth| of a logit, as in the paper; not freed of
+            noise, which alone makes about sqrt(variance_max / draws).
+        relative_variance: Sum of the variances over the squared norm of the mean.
+        snr: Norm of the mean over the root of the summed variances.
+        cosine: Between the mean and the truth; noise may carry it beyond 1.
+        bias_over_norm: Norm of the bias over that of the truth; 1 for an estimator that gives 0.
+        norm: Norm of the mean gradient.
+        loss: Which loss J is the mean of.
+        teacher_forcing: Whether the target's own prefix was fed.
+        model: Name of the LM.
+        revision: Commit, wheel version or hash of the LM.
+        fingerprint: Hash over the head of each of the LM's weights.
+        dtype: Of the LM.
+        device: Type of device.
+        versions: Of the packages that matter, and of Python.
+    """
+
+    estimator: str
+    trajectory: str
+    target_id: str
+    k: int | None
+    step: int
+    seed: int
+    prompt_length: int
+    target_length: int
+    num_samples: int
+    draws: int
+    tau: float | None
+    truth: dict[str, Any] | None
+    variance_max: Statistic
+    bias_max: Statistic
+    relative_variance: Statistic
+    snr: Statistic
+    cosine: Statistic
+    bias_over_norm: Statistic
+    norm: Statistic
+    loss: str
+    teacher_forcing: bool
+    model: str
+    revision: str | None
+    fingerprint: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """What tells the rows of a file apart."""
+        return (self.estimator, self.trajectory, self.target_id, self.seed, self.step)
+
+    def to_json_line(self) -> str:
+        """One line of `gradients.jsonl`."""
+        return to_line(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "GradientRow":
+        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        made = build(cls, row)
+        if made.truth is not None and not isinstance(made.truth.get("kind"), str):
+            raise InputError("`truth`: `kind` is missing")
+        return made
+
+
+def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
+    """The rows of a file that can be read, and a note for every line that cannot.
+
+    Args:
+        path: The file, or the run folder that holds it.
+
+    Returns:
+        The rows, and notes such as `gradients.jsonl, line 7`.
+    """
+    if path.is_dir():
+        path = path / FILE_NAME
+    rows, notes = [], []
+    try:
+        for number, line in read_lines(path):
+            try:
+                rows.append(GradientRow.from_json(parse_object(line)))
+            except InputError:
+                notes.append(f"{path}, line {number}")
+    except OSError as error:
+        raise InputError(
+            f"Expected a {FILE_NAME} or its run folder, but got {path} ({error.strerror})."
+        ) from error
+    return rows, notes
+
+
+def refuse_used_file(path: Path) -> None:
+    """Raise `InputError` if gradients were already written there."""
+    if path.exists():
+        raise InputError(
+            f"Expected a folder without a {FILE_NAME}, but {path} exists. Choose another folder, "
+            "or move the file away."
+        )

@@ -1,0 +1,108 @@
+"""Draws at a state of a run: the gradient of Z that one step of a method would use.
+
+Nothing draws from a global generator or from a slot's: all noise comes from the slot's seeds, one
+for each purpose, so that a study repeats and disturbs nothing.
+
+Axes: K draws, N positions, V tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlmi.gradients.estimators import Estimator, label
+from dlmi.gradients.truth import HardLoss
+from dlmi.methods.slot import Slot
+from dlmi.scoring.passes import Account, Pass, Reader, advance
+
+_TOKENS_AT_ONCE = 2**13  # of hard prompts whose embeddings are held
+
+
+@dataclass
+class DrawSlot(Slot):
+    """A slot for one draw: the target and the values of another slot, with noise of its own.
+
+    Attributes:
+        purpose: What its seeds are for.
+    """
+
+    purpose: str = ""
+
+    def seed(self, purpose: str = "") -> int:
+        """A seed of its own for each purpose within the draw."""
+        return super().seed("/".join(part for part in (self.purpose, purpose) if part))
+
+    @classmethod
+    def of(cls, slot: Slot, method: Estimator, purpose: str = "") -> "DrawSlot":
+        """At the state of a slot, with the tensors that a method has.
+
+        Learned temperatures follow the run's Phi, a shared one its mean; where the run learns none,
+        Phi is 0.
+
+        Args:
+            slot: Of a run; stays as it is.
+            method: Whose step is to be drawn.
+            purpose: What its seeds are for.
+        """
+        copy = cls(
+            target=slot.target,
+            examples=slot.target.examples,
+            tokens=slot.tokens,
+            params=_leaves(slot, method),
+            length=slot.length,
+            rng=torch.Generator(device=slot.rng.device),
+            step=slot.step,
+            progress=slot.progress,
+            key=slot.key,
+            purpose=purpose,
+        )
+        copy.rng.manual_seed(copy.seed("rng"))
+        return copy
+
+
+def _leaves(slot: Slot, method: Estimator) -> dict[str, nn.Parameter]:
+    leaves = {}
+    for name, shape in method.shapes(slot.length, slot.tokens.vocabulary).items():
+        value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
+        value = value.expand(shape) if shape else value.mean()
+        leaves[name] = nn.Parameter(value, requires_grad=name == "Z")
+    return leaves
+
+
+@torch.enable_grad()
+def draw_gradients(
+    method: Estimator, state: Any, slot: Slot, names: Iterable[object], reader: Reader
+) -> Tensor:
+    """Draws at the values of a slot, one for each name, read side by side: (K, N V).
+
+    Args:
+        method: Whose steps.
+        state: What it has kept so far.
+        slot: Of a run; stays as it is.
+        names: Each gives a draw noise of its own.
+        reader: Answers passes; nobody is charged.
+    """
+    purposes = [f"gradients/{label(method)}/{name}" for name in names]
+    slots = [DrawSlot.of(slot, method, purpose) for purpose in purposes]
+    steps = [method.step(own, state) for own in slots]
+    outcomes = advance(steps, reader, [Account() for _ in slots])
+    losses = [outcome.value[0].loss for outcome in outcomes if outcome.value is not None]
+    gradients = torch.autograd.grad(losses, [own.params["Z"] for own in slots])
+    return torch.stack([gradient.flatten() for gradient in gradients])
+
+
+def hard_loss(run: Estimator, slot: Slot, reader: Reader) -> HardLoss:
+    """The loss of discrete prompts as a run computes it, a part of them at a time."""
+
+    def losses(columns: Tensor) -> Tensor:
+        parts = torch.split(columns, max(1, _TOKENS_AT_ONCE // slot.length))
+        passes = (
+            Pass(slot.tokens.ids(part), slot.target.examples, run.loss, run.teacher_forcing)
+            for part in parts
+        )
+        return torch.cat([reader([asked])[0].losses for asked in passes]).to(slot.params["Z"])
+
+    return losses

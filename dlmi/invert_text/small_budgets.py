@@ -1,0 +1,56 @@
+"""Methods by name, set for a budget of minutes.
+
+Their own defaults are the published ones, which are too slow for that: here steps are cheap, and
+prompts are decoded after a few of them. GCG that keeps its prompt unless a candidate is better gets
+stuck when it sees few of them, so it takes the best even if that is worse.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlmi import methods
+from dlmi.errors import InputError
+from dlmi.jsonl import build
+from dlmi.methods import ADC, DLMI, GBDA, GCG
+from dlmi.methods.base import Method, settings_of
+
+_SETTINGS: Mapping[str, Method[Any]] = {
+    "ADC": ADC(restarts=1, momentum=0.97, ema_rate=0.05, norm_gradient_scale=0.85),
+    "DLMI": DLMI(tau0=1.0, num_samples=1, lr=0.3),
+    "GBDA": GBDA(num_samples=1, lr=0.3),
+    "GCG": GCG(search_width=64, topk=64, buffer_size=0),
+}
+_EVAL_EVERY = {"ADC": 8, "SwapSearch": None}  # others: 4
+_NAMES = sorted(name for name in methods.__all__ if name != "Refined")  # it wraps another object
+
+
+def asked_method(
+    method: str | Method[Any], options: Mapping[str, Any]
+) -> tuple[Method[Any], int | None]:
+    """A method that is named, or that is there already, and after how many steps to decode.
+
+    Args:
+        method: A name, or the method itself, which is taken as it is.
+        options: What to change of a method that is named.
+    """
+    if isinstance(method, Method):
+        if options:
+            raise InputError(
+                "Expected `options` with the name of a method alone, but got an object as "
+                f"`method`. Make it a {type(method).__name__} with these settings."
+            )
+        return method, None
+    if method not in _NAMES:
+        raise InputError(f"Expected `method` to be one of {', '.join(_NAMES)}, but got {method!r}.")
+    small: Method[Any] = _SETTINGS.get(method) or getattr(methods, method)()
+    settings = settings_of(small)
+    if unknown := sorted(options.keys() - settings.keys()):
+        raise InputError(
+            f"Expected `options` to be options of {method} ({', '.join(sorted(settings))}), but "
+            f"got {unknown[0]!r}."
+        )
+    try:
+        changed = build(type(small), {**settings, **options})
+    except InputError as error:
+        raise InputError(f"Expected `options` to fit {method}, but {error}.") from error
+    return changed, _EVAL_EVERY.get(method, 4)

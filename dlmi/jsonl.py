@@ -1,0 +1,109 @@
+"""Files of JSON lines that anyone may have written: every value is checked before it is used."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from dlmi.errors import InputError, RunStopped
+
+_LARGEST_INTEGER = 2**63  # what a tensor and every reader of JSON can hold
+_DEEPEST = 16  # lists within lists; Python's own limit ends in a crash
+
+_T = TypeVar("_T")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, those without content left out.
+
+    Only a newline ends a line: JSON may hold any other separator (U+2028, form feed) as text.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        InputError: For anything else, however it is broken.
+    """
+    try:
+        value = msgspec.json.decode(line)
+        _check_limits(value)
+    except UnicodeDecodeError as error:
+        raise InputError("it is not UTF-8") from error
+    except RecursionError as error:
+        raise InputError("it is nested too deeply") from error
+    except msgspec.MsgspecError as error:
+        raise InputError(f"it is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError("it is not a JSON object")
+    return value
+
+
+def _check_limits(value: Any, depth: int = 0) -> None:
+    """Raise `InputError` for what is JSON but more than other readers can hold."""
+    if isinstance(value, dict | list):
+        if depth == _DEEPEST:
+            raise InputError("it is nested too deeply")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_limits(item, depth + 1)
+    elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
+        raise InputError("it holds a whole number of more than 64 bits")
+
+
+def read_json_file(path: Path) -> dict[str, Any] | None:
+    """The JSON object that is a file's content; None where there is no such file."""
+    if not path.is_file():  # a pipe by that name would be waited for without end
+        return None
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, InputError):
+        return None
+
+
+def build(kind: type[_T], row: dict[str, Any]) -> _T:
+    """A dataclass from a JSON object, each field of the type that it is declared with.
+
+    Lists become tuples where those are declared, and whole numbers floats. Further keys are
+    ignored.
+
+    Raises:
+        InputError: Where a field is missing or of another type.
+    """
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace(" - at `$.", " at `")
+        raise InputError(f"{reason[:1].lower()}{reason[1:]}") from error
+
+
+def to_line(row: Any) -> str:
+    """A dataclass as one line of JSON; numbers that are not finite are null there."""
+    return msgspec.json.encode(row).decode() + "\n"
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line and wait until it is on the disk; a line that does not fit leaves no trace.
+
+    Raises:
+        RunStopped: If it cannot be written.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise RunStopped(
+            f"{path} could not be written ({error.strerror}). What it held before is whole: make "
+            "room, then resume the run."
+        ) from error

@@ -1,0 +1,1 @@
+"""The frozen language model: loading, placement, its passes, shared prefixes, rows per pass."""

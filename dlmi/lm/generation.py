@@ -1,0 +1,120 @@
+"""Greedy texts of different lengths, side by side, by `transformers`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from dlmi.errors import InputError
+
+IsComplete = Callable[[list[int]], bool]
+
+
+def replace_config(model: Any, eos_id: int | None) -> list[int]:
+    """Take out the settings that a model comes with; gives the tokens that end its texts.
+
+    `generate` fills in from there what is not said: a shipped repetition penalty would leak in.
+
+    Args:
+        model: Of `transformers`.
+        eos_id: The tokenizer's end of sequence, if it has one.
+    """
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    listed = [*(ends if isinstance(ends, list) else [ends]), eos_id]
+    end_ids = sorted({int(i) for i in listed if i is not None})
+    if config is not None:
+        model.generation_config = GenerationConfig(eos_token_id=end_ids or None)  # type: ignore[no-untyped-call]
+    return end_ids
+
+
+def check_lengths(
+    rows: Sequence[Sequence[int]], max_tokens: int, max_positions: int | None, name: str
+) -> None:
+    """Raise `InputError` for a row without tokens, or one that leaves too few positions."""
+    for number, row in enumerate(rows, start=1):
+        if not row:
+            raise InputError(f"Expected text {number} to have at least 1 token, but it has none.")
+        if max_positions is not None and len(row) + max_tokens > max_positions:
+            raise InputError(
+                "Expected a text and what the LM may write after it to have at most "
+                f"{max_positions} tokens (the positions of {name}), but text {number} has "
+                f"{len(row)} + {max_tokens}. Shorten one of them."
+            )
+
+
+def generate(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    max_tokens: int,
+    end_ids: Sequence[int],
+    is_complete: IsComplete | None,
+    batch_size: int,
+) -> list[list[int]]:
+    """What a model says greedily after each row of ids.
+
+    Args:
+        model: Of `transformers`.
+        rows: Ids of each text.
+        max_tokens: Where to end at the latest.
+        end_ids: Tokens that end a text; they are left out.
+        is_complete: Whether the new ids of a row are enough; the last of them is kept.
+        batch_size: Rows side by side; sorted by length, so that few are padded.
+    """
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    said: list[list[int]] = [[] for _ in rows]
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        batch = [rows[row] for row in members]
+        new_rows = _generate_batch(model, batch, max_tokens, end_ids, is_complete)
+        for row, new_ids in zip(members, new_rows, strict=True):
+            said[row] = _cut(new_ids, end_ids, is_complete)
+    return said
+
+
+@torch.no_grad()
+def _generate_batch(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    max_tokens: int,
+    end_ids: Sequence[int],
+    is_complete: IsComplete | None,
+) -> list[list[int]]:
+    """New ids of rows that are padded on the left; after the end of a row comes padding."""
+    device = model.get_input_embeddings().weight.device
+    width = max(map(len, rows))
+    pad_id = end_ids[0] if end_ids else 0
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+
+    def are_complete(ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        said = ids[:, width:].tolist()
+        done = [is_complete is not None and is_complete(new_ids) for new_ids in said]
+        return torch.tensor(done, device=ids.device)
+
+    output_ids = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        stopping_criteria=[] if is_complete is None else [are_complete],
+        generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=list(end_ids) or None,
+            pad_token_id=pad_id,
+        ),
+    )
+    new_rows: list[list[int]] = output_ids[:, width:].tolist()
+    return new_rows
+
+
+def _cut(ids: list[int], end_ids: Sequence[int], is_complete: IsComplete | None) -> list[int]:
+    """The new ids of a row without its end, and without the padding after that."""
+    for count, token_id in enumerate(ids):
+        if token_id in end_ids:
+            return ids[:count]
+        if is_complete is not None and is_complete(ids[: count + 1]):
+            return ids[: count + 1]
+    return ids

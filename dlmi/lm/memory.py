@@ -1,0 +1,178 @@
+"""How many rows go through the LM at once, so that any batch runs on any device.
+
+Rows are independent, so a pass may be cut into passes over fewer rows: the result differs at most
+in the last digit, the memory a great deal.
+"""
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from dlmi.errors import InputError
+
+if TYPE_CHECKING:
+    from dlmi.lm.frozen_lm import FrozenLM
+
+RowsSetting = int | Literal["auto"]
+
+_SHARE = 0.6  # of the free memory that the rows of a pass may take
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# A pass without a graph keeps a layer or two where one with a graph keeps all.
+_WITHOUT_GRAPH = 1 / 8
+
+
+class RowsPerPass:
+    """Cuts passes to what fits.
+
+    Args:
+        setting: A number, or `auto`: what fits into the free memory.
+    """
+
+    def __init__(self, setting: RowsSetting = "auto") -> None:
+        if setting != "auto" and setting < 1:
+            raise InputError(
+                f"Expected `data.rows_per_pass` to be `auto` or at least 1, but got {setting}."
+            )
+        self.setting = setting
+        self._graph_bytes: dict[torch.device, float] = {}  # of a token
+        self._free: dict[torch.device, int] = {}
+        self._ceiling = 2**62
+
+    def run(
+        self,
+        lm: "FrozenLM",
+        rows: int,
+        tokens: int,
+        keep: int,
+        work: Callable[[slice], None],
+        gradient: bool = False,
+    ) -> None:
+        """Call `work` on slices of the rows, halved when memory runs out.
+
+        Args:
+            lm: The model that the work goes through.
+            rows: How many rows there are.
+            tokens: Tokens of a row.
+            keep: Positions of a row with logits.
+            work: Does some rows; may be called again for rows that it did not finish.
+            gradient: Whether it keeps a graph.
+        """
+        limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
+        passes = -(-rows // limit)
+        size, start = -(-rows // passes), 0  # as even as possible: fewer shapes, fuller passes
+        while start < rows:
+            ran_out = False
+            try:
+                work(slice(start, min(start + size, rows)))
+            except (RuntimeError, MemoryError) as error:
+                if size == 1 or not is_out_of_memory(error):
+                    raise
+                ran_out = True  # handled below, where the error no longer holds on to tensors
+            if ran_out:
+                size = (size + 1) // 2
+                self._ceiling = size
+                rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
+                _give_back()
+            else:
+                start += size
+
+    def _limit(self, lm: "FrozenLM", tokens: int, keep: int, gradient: bool) -> int:
+        if self.setting != "auto":
+            return min(self.setting, self._ceiling)
+        if not self._graph_bytes:
+            graphs = graph_bytes(lm, tokens)
+            self._graph_bytes = {device: size / tokens for device, size in graphs.items()}
+            room = {device: free_memory(device) for device in lm.devices}
+            self._free = {device: free for device, free in room.items() if free is not None}
+        # Logits, their softmax and the gradient of both, in float32, wherever the head lies.
+        head = 4 * 4 * keep * len(lm.embedding_matrix)
+        limit = self._ceiling
+        for device, free in self._free.items():
+            graph = self._graph_bytes.get(device, 0.0) * tokens
+            row = graph * (1 if gradient else _WITHOUT_GRAPH) + head
+            limit = min(limit, int(_SHARE * free / row))
+        return max(1, limit)
+
+
+def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
+    """Memory that the graph of one row takes on each device, from a real one.
+
+    Weights are not counted, but those that are offloaded are: a graph holds them.
+    """
+    saved: dict[int, tuple[torch.device, int]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = (tensor.device, storage.nbytes())
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
+    embeds = torch.zeros(1, tokens, lm.embedding_matrix.shape[1], device=lm.device, dtype=lm.dtype)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    with torch.enable_grad(), hooks:
+        lm.last_logits(embeds.requires_grad_(), keep=1, hooks=True)
+    total: dict[torch.device, int] = dict.fromkeys(lm.devices, 0)
+    for pointer, (device, size) in saved.items():
+        total[device] = total.get(device, 0) + (size if pointer not in weights else 0)
+    return total
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, for the next step, where it can be told so (glibc).
+
+    By default it returns large blocks to the system, which hands them out again page by page: on
+    the CPU that takes a tenth of a step. A matter of the whole process, so only for programs.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        tune = ctypes.CDLL(None).mallopt
+        tune(_M_MMAP_THRESHOLD, 2**30)
+        tune(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had; None where the device does not tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    if device.type != "cpu":
+        return None
+    available: int = psutil.virtual_memory().available
+    return min(available, _container_memory())
+
+
+def _container_memory() -> int:
+    """What a container's own limit leaves (control groups, version 2 and 1)."""
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int(limit.read_text()) - int(used.read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return 2**62
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the CPU."""
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in str(error)
+        or "not enough memory" in str(error)
+    )
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of every device

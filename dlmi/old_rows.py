@@ -1,0 +1,88 @@
+"""Result rows of any age, made into what rows are now."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+# Columns of a row that are metrics too; rows had no others before they had `metrics`.
+_METRIC_COLUMNS = (
+    *("lcs", "as_in_code_lcs", "round_trip_lcs", "prompt_perplexity", "overlap_ratio"),
+    *("target_hit_ratio", "discrete_loss", "rank_one_rate"),
+)
+# Settings of a run, as opposed to those of its method.
+_RUN_SETTINGS = (
+    *("prompt_length", "steps", "token_budget", "eval_every", "prompt_bos", "allowed_tokens"),
+    *("forbid_target_tokens", "fluency", "norm_gradient_scale", "seed", "precision"),
+)
+_EXAMPLES = ("examples", "held_out")
+
+
+def upgrade(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of any age as rows are written now; what is no row stays as it is.
+
+    Rows had no `metrics`; a context was a `frame` of `slots`; and the search after a relaxation
+    was part of the relaxation's settings.
+    """
+    if "metrics" in row:
+        return row
+    settings = row.get("settings")
+    refined = _refined(str(row.get("method")), settings) if isinstance(settings, dict) else {}
+    return {
+        **_with_context(row),
+        **{name: _each(_with_context, row[name]) for name in _EXAMPLES if name in row},
+        **refined,
+        "metrics": {name: row[name] for name in _METRIC_COLUMNS if name in row},
+    }
+
+
+def _with_context(row: dict[str, Any]) -> dict[str, Any]:
+    """A row or an example with `context` in place of `frame`."""
+    if "frame" not in row:
+        return row
+    names = {"slot_lengths": "blank_lengths", "head": "read_once"}
+    context = row["frame"]
+    if isinstance(context, dict):
+        context = {names.get(name, name): value for name, value in context.items()}
+    return {**{name: value for name, value in row.items() if name != "frame"}, "context": context}
+
+
+def _refined(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Method and settings of a relaxation that a search has followed; nothing for any other."""
+    after = settings.get("refine_after", 1.0)
+    if not isinstance(after, int | float) or after >= 1:
+        return {}
+    own = {name: value for name, value in settings.items() if name not in _RUN_SETTINGS}
+    return {
+        "method": "Refined",
+        "settings": {
+            "first": {"method": method, **{n: v for n, v in own.items() if n[:7] != "refine_"}},
+            "search": {"method": "SwapSearch", "width": settings.get("refine_width")},
+            "after": after,
+            **{name: value for name, value in settings.items() if name in _RUN_SETTINGS},
+        },
+    }
+
+
+def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
+    """The same with NaN for null where a number may be none, for which JSON has no word."""
+
+    def numbers(value: Any) -> Any:
+        if isinstance(value, list):
+            return [numbers(item) for item in value]
+        if isinstance(value, dict):
+            return {name: numbers(item) for name, item in value.items()}
+        return math.nan if value is None else value
+
+    def columns(holder: dict[str, Any], *names: str) -> dict[str, Any]:
+        return {**holder, **{name: numbers(holder[name]) for name in names if name in holder}}
+
+    made = columns(row, "discrete_loss", "diagnostics")
+    points = _each(lambda point: columns(point, "discrete_loss", "means"), row.get("trace"))
+    return made if points is None else {**made, "trace": points}
+
+
+def _each(change: Callable[[dict[str, Any]], dict[str, Any]], value: Any) -> Any:
+    """A list with its objects changed; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    return [change(item) if isinstance(item, dict) else item for item in value]

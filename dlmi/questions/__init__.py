@@ -1,0 +1,1 @@
+"""Questions with answers: how many an LM gets right after a prompt."""

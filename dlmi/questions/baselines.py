@@ -1,0 +1,60 @@
+"""What a prompt is compared with: nothing, a well-known phrase, and random tokens."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.questions.scoring import Accuracy, Decoding, relative_change, score_prompt
+from dlmi.targets.questions import Question
+from dlmi.targets.template import Template
+from dlmi.tokens.token_sets import select_tokens
+
+EMPTY = "nothing"
+PHRASE = " Let's think step by step."
+
+
+def random_prompts(lm: FrozenLM, length: int, draws: int, seed: int) -> list[list[int]]:
+    """Prompts of tokens that are no special ones, the same for the same seed."""
+    ids = select_tokens(lm, lm.prompt_token_ids.tolist(), "no_special")
+    draw = random.Random(seed)
+    return [[draw.choice(ids) for _ in range(length)] for _ in range(draws)]
+
+
+def score_each(
+    lm: FrozenLM,
+    template: Template,
+    prompts: Sequence[str | Sequence[int]],
+    questions: Sequence[Question],
+    decoding: Decoding | None = None,
+    draws: int = 3,
+    seed: int = 0,
+) -> Iterator[tuple[str, Accuracy]]:
+    """The accuracy of prompts, and of what they are compared with, each with its name.
+
+    Args:
+        lm: The model.
+        template: What stands around question and prompt.
+        prompts: As texts, or as ids.
+        questions: With their answers.
+        decoding: How answers are decoded.
+        draws: Random prompts, each as long as the longest prompt.
+        seed: Of these.
+
+    Yields:
+        First the empty slot, then the phrase, then the random prompts, then the prompts.
+    """
+    lengths = [len(lm.encode(p)) if isinstance(p, str) else len(p) for p in prompts]
+    length = max([*lengths, 1]) if prompts else len(lm.encode(PHRASE))
+    named: dict[str, str | Sequence[int]] = {EMPTY: "", "step by step": PHRASE}
+    for number, ids in enumerate(random_prompts(lm, length, draws, seed), start=1):
+        named[f"random {number}"] = ids
+    for number, prompt in enumerate(prompts, start=1):
+        named[f"prompt {number}"] = prompt
+    for name, prompt in named.items():
+        yield name, score_prompt(lm, template, prompt, questions, decoding)
+
+
+def changes(scores: dict[str, Accuracy]) -> dict[str, float | None]:
+    """The relative change of each score against the empty slot."""
+    baseline = scores[EMPTY].value
+    return {name: relative_change(score.value, baseline) for name, score in scores.items()}

@@ -1,0 +1,154 @@
+r"""How often an LM answers right when a discrete prompt stands in the slot of a template.
+
+*Answer only*: the LM goes on after the template, up to the end of the line, and the answer is
+looked for in what it says. *Two stages*: it first writes its reasoning, up to a limit, then a
+trigger such as "\n####" is appended, and the answer is what it says after the trigger.
+
+Everything is decoded greedily, from the discrete prompt. The interval around an accuracy is
+Wilson's at 95%, over the questions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.stats import binomtest
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.targets.answers import find_answer, is_number
+from dlmi.targets.questions import Question
+from dlmi.targets.template import Template
+
+
+@dataclass(frozen=True)
+class Decoding:
+    r"""How answers are decoded.
+
+    Attributes:
+        max_new_tokens: Tokens of an answer at most.
+        stop: A text that ends an answer; None for the end of the sequence alone.
+        trigger: What is appended to the LM's reasoning, such as "\n####"; None for no reasoning.
+        max_reasoning_tokens: Tokens of the reasoning at most.
+        batch_size: Questions that are decoded side by side.
+    """
+
+    max_new_tokens: int = 48
+    stop: str | None = "\n"
+    trigger: str | None = None
+    max_reasoning_tokens: int = 96
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_reasoning_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(
+                    f"Expected `{name}` to be at least 1, but got {getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came of one question.
+
+    Attributes:
+        question: The question.
+        expected: The right answer, normalised.
+        output_text: What the LM said; in two stages, with its reasoning and the trigger.
+        answer: What was found in it, normalised.
+        is_right: Whether that is the right one.
+    """
+
+    question: str
+    expected: str
+    output_text: str
+    answer: str | None
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of one prompt over some questions.
+
+    Attributes:
+        prompt_text: The prompt, as text.
+        prompt_ids: Its ids, where it was given as ids.
+        answered: Every question.
+    """
+
+    prompt_text: str
+    prompt_ids: tuple[int, ...] | None
+    answered: tuple[Answered, ...]
+
+    @property
+    def right(self) -> int:
+        """How many answers are right."""
+        return sum(answer.is_right for answer in self.answered)
+
+    @property
+    def value(self) -> float:
+        """The share of right answers."""
+        return self.right / len(self.answered)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's at 95%."""
+        interval = binomtest(self.right, len(self.answered)).proportion_ci(method="wilson")
+        return float(interval.low), float(interval.high)
+
+
+def relative_change(accuracy: float, baseline: float) -> float | None:
+    """(acc - acc0) / acc0; None where the baseline has none right."""
+    return (accuracy - baseline) / baseline if baseline else None
+
+
+def check_template(template: Template) -> None:
+    """Raise `InputError` unless a template asks a question."""
+    if template.fields != ["question"]:
+        raise InputError(
+            f"Expected `template` to have {{question}} once, and no other field, but got "
+            f"{template.text!r}."
+        )
+
+
+def score_prompt(
+    lm: FrozenLM,
+    template: Template,
+    prompt: str | Sequence[int],
+    questions: Sequence[Question],
+    decoding: Decoding | None = None,
+) -> Accuracy:
+    """Ask an LM every question with a prompt in the slot.
+
+    Args:
+        lm: The model.
+        template: What stands around question and prompt.
+        prompt: As text, or as ids.
+        questions: With their answers, at least one.
+        decoding: How answers are decoded.
+    """
+    how = Decoding() if decoding is None else decoding
+    rows = [
+        template.ids(lm, question.fields, prompt, f"question {number}")
+        for number, question in enumerate(questions, start=1)
+    ]
+    trigger = how.trigger or ""
+    reasoning: list[list[int]] = [[] for _ in rows]
+    if how.trigger is not None:
+        reasoning = lm.generate(rows, how.max_reasoning_tokens, batch_size=how.batch_size)
+        trigger_ids = lm.encode(trigger)
+        rows = [[*row, *said, *trigger_ids] for row, said in zip(rows, reasoning, strict=True)]
+    said_ids = lm.generate(rows, how.max_new_tokens, how.stop, how.batch_size)
+    answered = tuple(
+        _judge(question, lm.decode(first) + trigger, lm.decode(ids))
+        for question, first, ids in zip(questions, reasoning, said_ids, strict=True)
+    )
+    if isinstance(prompt, str):
+        return Accuracy(prompt, None, answered)
+    return Accuracy(lm.decode(prompt), tuple(prompt), answered)
+
+
+def _judge(question: Question, before: str, said: str) -> Answered:
+    """The answer is looked for in what was said last, after the trigger where there is one."""
+    final = question.final
+    answer = find_answer(f"#### {said}" if before else said, is_number(final))
+    return Answered(question.question, final, before + said, answer, answer == final)

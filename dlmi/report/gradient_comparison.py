@@ -1,0 +1,97 @@
+"""Estimators side by side: medians over all rows, and Kolmogorov-Smirnov tests of each pair."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from dlmi.gradient_rows import UNDEFINED, GradientRow, Statistic
+
+
+@dataclass(frozen=True)
+class KSTest:
+    """A two-sided, two-sample Kolmogorov-Smirnov test of two estimators.
+
+    Attributes:
+        statistic_name: Which column of the rows.
+        first: Label of an estimator.
+        second: Label of another.
+        distance: The largest distance between the two distribution functions, D.
+        p_value: If all rows were independent and equally distributed.
+        adjusted_p_value: The same after Holm's correction over all tests of the table.
+        sizes: Rows of each.
+    """
+
+    statistic_name: str
+    first: str
+    second: str
+    distance: float
+    p_value: float
+    adjusted_p_value: float
+    sizes: tuple[int, int]
+
+
+def labels_of(rows: Sequence[GradientRow]) -> list[str]:
+    """The estimators of some rows, in the order in which they come."""
+    return list(dict.fromkeys(row.estimator for row in rows))
+
+
+def values_of(rows: Sequence[GradientRow], label: str, statistic_name: str) -> list[float]:
+    """All defined values of an estimator."""
+    found = (getattr(row, statistic_name).value for row in rows if row.estimator == label)
+    return [value for value in found if value is not None]
+
+
+def ks_tests(
+    rows: Sequence[GradientRow], statistic_names: Sequence[str] = ("variance_max", "bias_max")
+) -> list[KSTest]:
+    """Test each pair of estimators, pooled over targets, seeds and steps as in the paper.
+
+    Steps of one run are not independent, and estimators that are measured at the same states are
+    paired: small p-values are then smaller than they should be. Pairs without values are left out.
+    """
+    pairs = [
+        (name, first, second, values_of(rows, first, name), values_of(rows, second, name))
+        for name in statistic_names
+        for first, second in itertools.combinations(labels_of(rows), 2)
+    ]
+    pairs = [pair for pair in pairs if pair[3] and pair[4]]
+    results = [stats.ks_2samp(pair[3], pair[4]) for pair in pairs]
+    adjusted = _holm([float(result.pvalue) for result in results])
+    tests = []
+    for (name, first, second, a, b), result, p_value in zip(pairs, results, adjusted, strict=True):
+        distance, raw_p_value = float(result.statistic), float(result.pvalue)
+        sizes = (len(a), len(b))
+        tests.append(KSTest(name, first, second, distance, raw_p_value, p_value, sizes))
+    return tests
+
+
+def median_statistic(
+    rows: Sequence[GradientRow], label: str, statistic_name: str
+) -> tuple[Statistic, int]:
+    """Medians of an estimator's values and of the ends of their intervals, and how many it has.
+
+    The interval is that of a typical row, not of the median: it says how well a row is known.
+    """
+    found: list[Statistic] = [getattr(r, statistic_name) for r in rows if r.estimator == label]
+    found = [statistic for statistic in found if statistic.value is not None]
+    if not found:
+        return UNDEFINED, 0
+    lows = [-math.inf if s.low is None else s.low for s in found]
+    highs = [math.inf if s.high is None else s.high for s in found]
+    ends = [statistics.median_low(lows), statistics.median_high(highs)]
+    value = statistics.median(s.value for s in found if s.value is not None)
+    return Statistic(value, *(end if math.isfinite(end) else None for end in ends)), len(found)
+
+
+def _holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction, in the order given."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

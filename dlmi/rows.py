@@ -1,0 +1,342 @@
+"""The result row: one self-contained JSON line per target."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlmi.errors import InputError, RunStopped
+from dlmi.jsonl import build, parse_object, read_lines, to_line
+from dlmi.metrics import lcs_members
+from dlmi.old_rows import nan_for_null, upgrade
+from dlmi.text import html_code, html_table, marked_html
+
+RESULTS_FILE = "results.jsonl"  # in a run's folder
+
+_INTERRUPTED = re.compile(rb'"stop_reason": ?"interrupted"')
+
+# Keys of `Inversion.lcs_matrix`: the form of the prompt, then the decode.
+DECODES = ("free_greedy", "teacher_forced")
+FLOORS = ("no_prompt", "random_prompt", "copy_prompt")
+FORMS = ("best_so_far", "argmax", "softmax", "gumbel_sample", "best_of_8_samples", *FLOORS)
+
+
+@dataclass(frozen=True)
+class ReasoningRecord:
+    """What the LM writes itself after a prompt, before what it is to say.
+
+    Attributes:
+        max_tokens: Tokens of it at most; it also ends with the end-of-sequence token.
+        trigger: The text that is put behind it.
+        trigger_ids: The same as token ids.
+    """
+
+    max_tokens: int
+    trigger: str
+    trigger_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ContextRecord:
+    """Fixed tokens around the blanks that a prompt fills, as a file has them.
+
+    Attributes:
+        pieces: Fixed ids before the first blank, between blanks and after the last: one more than
+            there are blanks.
+        blank_lengths: Tokens of each blank; 0 is an equal share of what the others leave.
+        start_ids: BoS, where it is read before all this; it is no part of the text.
+        read_once: How many of the first ids the LM read once for the whole run, at no cost.
+        template: The text that it was made from, if any.
+        chat: Whether that was a chat message.
+        reasoning: What the LM had still to write behind all this.
+    """
+
+    pieces: tuple[tuple[int, ...], ...] = ((), ())
+    blank_lengths: tuple[int, ...] = (0,)
+    start_ids: tuple[int, ...] = ()
+    read_once: int = 0
+    template: str | None = None
+    chat: bool = False
+    reasoning: ReasoningRecord | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no context: files may hold anything."""
+        if not self.blank_lengths or len(self.pieces) != len(self.blank_lengths) + 1:
+            raise InputError(
+                "Expected a context to have one piece more than blanks, but got "
+                f"{len(self.pieces)} pieces and {len(self.blank_lengths)} blanks"
+            )
+
+
+@dataclass(frozen=True)
+class TracePoint:
+    """How a target stood at one evaluation.
+
+    Attributes:
+        step: Optimisation steps before it.
+        lcs: Honest LCS ratio of the discrete prompt of that moment (not the best so far).
+        discrete_loss: Teacher-forced cross-entropy of the target after that prompt; may be NaN.
+        loss: Training loss of the step before; None at step 0.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode; None at step 0.
+        seconds: Wall time spent in the slot so far.
+        token_passes: Cost so far.
+        means: The method's diagnostics, such as `tau`, averaged over positions.
+    """
+
+    step: int
+    lcs: float
+    discrete_loss: float
+    loss: float | None
+    as_in_code_lcs: float | None
+    seconds: float
+    token_passes: int
+    means: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ExampleResult:
+    """How a shared prompt did on one example.
+
+    Attributes:
+        id: Of the example.
+        ids: What the LM was to say.
+        text: The same as text.
+        context: Fixed tokens around the prompt.
+        full_text: The whole prompt: what one pastes.
+        output_ids: What the LM says to it, greedily.
+        output_text: The same as text.
+        lcs: Honest LCS ratio of that.
+        exact: Whether it is the target, token for token.
+        reasoning_ids: What the LM wrote before that, where it was to reason first.
+        reasoning_text: The same as text; the trigger, which is in `context`, comes after it.
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    text: str
+    context: ContextRecord
+    full_text: str
+    output_ids: tuple[int, ...]
+    output_text: str
+    lcs: float
+    exact: bool
+    reasoning_ids: tuple[int, ...] = ()
+    reasoning_text: str = ""
+
+
+@dataclass(frozen=True)
+class Inversion:
+    """What came of one target.
+
+    Attributes:
+        target_id: Which target.
+        k: Its difficulty, where it was generated.
+        target_text: What the LM was to say.
+        target_ids: The same as token ids.
+        prompt_text: The best prompt found, as text.
+        prompt_ids: The same as token ids: this is what was measured.
+        output_text: What the LM says to `prompt_ids`, greedily.
+        output_ids: The same as token ids.
+        lcs: Honest LCS ratio: discrete prompt, free greedy decode.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
+            the authors' public code logs it. Not comparable with `lcs`. Tokens that a search has
+            not read, as they are beyond its horizon, count as wrong.
+        exact: Whether the output is the target, token for token.
+        round_trips: Whether `prompt_text` encodes to `prompt_ids` again, in a template the whole.
+        round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
+        prompt_perplexity: Of `prompt_ids` under the LM, from the second token on.
+        overlap_ratio: Share of prompt positions that hold a token of the target.
+        target_hit_ratio: Share of distinct target tokens that occur in the prompt.
+        loss: Training loss at the best step.
+        discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
+        best_step: Steps after which the best prompt was found.
+        steps: Steps used.
+        stop_reason: `solved`, `budget`, `failed` or `interrupted`.
+        failure: Why it failed, where it did.
+        seconds: Wall time that the target spent in its slot, beside its batch mates.
+        forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
+        backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
+            methods are compared by.
+        seed: Of the run; with `target_id` it fixes the noise.
+        method: Name of the method.
+        settings: All arguments of the method and of the run; those of a method that another one
+            wraps are below a key of their own, with its name as `method`.
+        model: Name of the LM.
+        revision: Commit, wheel version or hash of the LM.
+        fingerprint: Hash over the head of each of the LM's weights.
+        dtype: Of the LM.
+        device: Type of device.
+        versions: Of the packages that matter, and of Python.
+        target_set: Hash of all targets of the run, ids and tokens.
+        trace: How it stood at every evaluation.
+        prompt_tokens: The text of each token of `prompt_ids` alone.
+        target_tokens: The same of `target_ids`.
+        output_tokens: The same of `output_ids`.
+        lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.scoring.prompt_forms`), at
+            the last step; `best_so_far` with `free_greedy` is `lcs`. Empty for a target that was
+            interrupted or failed.
+        rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
+            before them: what teacher forcing gets right with no prompt.
+        diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
+        context: In a template, the fixed tokens around the prompt and the template itself.
+        full_ids: In a template, the whole prompt, fixed and learned.
+        full_text: The same as text: what one pastes.
+        examples: Of a shared prompt, each example that was evaluated; `target_ids` and `output_ids`
+            are theirs, one after the other, `lcs` is their mean, and `exact` means all of them.
+        held_out: The same of examples that were not learned from.
+        metrics: Measures of the prompt and its output by name, some of them columns too; None
+            where one is not defined.
+    """
+
+    target_id: str
+    k: int | None
+    target_text: str
+    target_ids: tuple[int, ...]
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    output_text: str
+    output_ids: tuple[int, ...]
+    lcs: float
+    as_in_code_lcs: float | None
+    exact: bool
+    round_trips: bool
+    round_trip_lcs: float
+    prompt_perplexity: float | None
+    overlap_ratio: float
+    target_hit_ratio: float
+    loss: float | None
+    discrete_loss: float
+    best_step: int
+    steps: int
+    stop_reason: str
+    failure: str | None
+    seconds: float
+    forward_tokens: int
+    backward_tokens: int
+    seed: int
+    method: str
+    settings: dict[str, Any]
+    model: str
+    revision: str | None
+    fingerprint: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    target_set: str
+    trace: tuple[TracePoint, ...]
+    prompt_tokens: tuple[str, ...]
+    target_tokens: tuple[str, ...]
+    output_tokens: tuple[str, ...]
+    lcs_matrix: dict[str, dict[str, float]]
+    rank_one_rate: float | None
+    diagnostics: dict[str, tuple[float, ...]]
+    context: ContextRecord | None = None
+    full_ids: tuple[int, ...] = ()
+    full_text: str = ""
+    examples: tuple[ExampleResult, ...] = ()
+    held_out: tuple[ExampleResult, ...] = ()
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+    def to_json_line(self) -> str:
+        """One line of `results.jsonl`; numbers that are not finite are null there."""
+        return to_line(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: output tokens outside the LCS are struck out."""
+        members = lcs_members(self.target_ids, self.output_ids)
+        pasted = "the same" if self.round_trips else f"LCS {self.round_trip_lcs:.2f}"
+        found_by = f"{self.method}, N={len(self.prompt_ids)}, {self.seconds:.1f} s"
+        return html_table(
+            {
+                "text": html_code(self.target_text),
+                "prompt": html_code(self.prompt_text),
+                "the LM says": marked_html(self.output_tokens, members),
+                "pasted as text": pasted,
+                "LCS": f"{self.lcs:.2f}{', exact' if self.exact else ''}",
+                "found by": html_code(found_by),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Inversion":
+        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        return build(cls, nan_for_null(upgrade(row)))
+
+
+def results_name(rank: int) -> str:
+    """Name of a rank's file; those of other ranks than 0 are merged when all are done."""
+    return f"results.rank{rank}.jsonl" if rank else RESULTS_FILE
+
+
+def results_files(folder: Path) -> list[Path]:
+    """All files of rows in a run's folder, rank 0 first."""
+    return [*folder.glob(RESULTS_FILE), *sorted(folder.glob("results.rank*.jsonl"))]
+
+
+def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
+    """Replace the file by these rows, in one step: a crash leaves the old or the new file."""
+    scratch = path.with_suffix(".jsonl.tmp")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.writelines(row.to_json_line() for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise RunStopped(
+            f"{path} could not be rewritten ({error.strerror}). It is as it was: make room, then "
+            "resume the run."
+        ) from error
+
+
+def count_finished(folder: Path) -> int:
+    """How many whole rows of targets that are done with a run's folder holds."""
+    count = 0
+    for path in results_files(folder):
+        with contextlib.suppress(OSError):
+            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is cut off
+            count += sum(_INTERRUPTED.search(line) is None for line in lines)
+    return count
+
+
+def best_of_each(rows: Iterable[Inversion]) -> list[Inversion]:
+    """One row per target: a finished one before an interrupted one, a later before an earlier."""
+    kept: dict[str, Inversion] = {}
+    for row in rows:
+        if row.stop_reason != "interrupted" or row.target_id not in kept:
+            kept[row.target_id] = row
+    return list(kept.values())
+
+
+def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
+    """All rows of a results file.
+
+    Args:
+        path: The file, or the run folder that holds it, or those of several ranks.
+        tolerate_cut: Ignore a last line that was only half written when the run was killed.
+    """
+    if path.is_dir():
+        files = results_files(path) or [path / RESULTS_FILE]
+        return best_of_each(row for file in files for row in read_rows(file, tolerate_cut))
+    try:
+        lines = list(read_lines(path))
+    except OSError as error:
+        raise InputError(
+            f"Expected RESULTS to be a results.jsonl or its run folder, but got {path} ({error})."
+        ) from error
+    rows = []
+    for number, line in lines:
+        try:
+            rows.append(Inversion.from_json(parse_object(line)))
+        except InputError as error:
+            if tolerate_cut and number == lines[-1][0]:
+                break
+            raise InputError(
+                f"Expected {path}, line {number}, to be a result row, but {error}."
+            ) from error
+    return rows

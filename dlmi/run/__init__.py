@@ -1,0 +1,1 @@
+"""A run: the inverter, its data module, its queue, its rows."""

@@ -1,0 +1,88 @@
+"""What a target may use, and when it has had enough."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dlmi.errors import InputError
+from dlmi.methods.slot import Slot
+from dlmi.scoring.evaluation import most_tokens_evaluated
+from dlmi.targets.context import Example
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The budget of each target.
+
+    Attributes:
+        steps: Steps.
+        token_passes: Tokens sent forward or backward through the LM, or None for no limit.
+        prompt_length: Tokens of a prompt, N.
+        last_prompts: Prompts that are decoded at the end, besides the final one.
+    """
+
+    steps: int
+    token_passes: int | None
+    prompt_length: int
+    last_prompts: int = 0
+
+    def share_used(self, slot: Slot) -> float:
+        """Between 0 and 1: the larger share of the two."""
+        used = slot.step / self.steps
+        if self.token_passes is not None:
+            used = max(used, slot.cost.total / self.token_passes)
+        return min(used, 1.0)
+
+    def reserve(self, slot: Slot) -> int:
+        """What the decodes at the end cost at most."""
+        return (1 + self.last_prompts) * most_tokens_evaluated(slot.target, self.prompt_length)
+
+    def left(self, slot: Slot) -> float:
+        """Token-passes that a step may use: the decodes at the end are reserved."""
+        if self.token_passes is None:
+            return float("inf")
+        return self.token_passes - slot.cost.total - self.reserve(slot)
+
+    def most_reasoned(self, examples: Sequence[Example]) -> int:
+        """What the LM's own reasoning in some examples costs at most."""
+        return sum(
+            len(e.context.start_ids) + e.context.most_tokens + self.prompt_length for e in examples
+        )
+
+    def is_due(self, slot: Slot, eval_every: int) -> bool:
+        """Whether to decode now: at the start, on the beat, at the end, or on a good sign.
+
+        A decode that would use what is reserved for the end is the end.
+        """
+        if slot.last is not None and slot.last.step == slot.step:
+            return False
+        if self.stop_reason(slot) is not None:
+            return True
+        if slot.step % eval_every != 0 and slot.found_ids is None:
+            return False
+        if most_tokens_evaluated(slot.target, self.prompt_length) > self.left(slot):
+            slot.is_spent = slot.step > 0 or slot.is_spent
+        return True
+
+    def stop_reason(self, slot: Slot) -> str | None:
+        """`solved`, `failed`, `budget`, or None while it is to go on."""
+        best = slot.best
+        if best is not None and best.is_eligible and best.output_ids == slot.target.ids:
+            return "solved"
+        if slot.failure is not None:
+            return "failed"
+        return "budget" if slot.is_spent or slot.step >= self.steps else None
+
+    def check(self, least_costs: Iterable[tuple[str, int]]) -> None:
+        """Raise `InputError` for a token budget that some target could only overrun.
+
+        Args:
+            least_costs: Of each target its id, and what its start and its decodes cost.
+        """
+        if self.token_passes is None:
+            return
+        target_id, least = max(least_costs, key=lambda pair: pair[1])
+        if least > self.token_passes:
+            raise InputError(
+                f"Expected `model.token_budget` to be at least {least}, which covers the start of "
+                f"target {target_id} and the decodes of its prompts, but got {self.token_passes}."
+            )

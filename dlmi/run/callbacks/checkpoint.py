@@ -1,0 +1,104 @@
+"""Checkpoints: on a beat, on a signal, and when the trainer's own limits end a run early."""
+
+import signal
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+
+from dlmi.run.checkpoints import LAST, AtomicCheckpoints, checkpoint_name
+from dlmi.run.inverter import Inverter
+
+# Ctrl-C; what a scheduler sends before it kills; what SLURM sends before the time is up.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Keep `checkpoints/last.ckpt` of the run up to date: every slot and the queue; no LM.
+
+    Ctrl-C, SIGTERM and SIGUSR1 end the step, save and say how to resume; a second Ctrl-C stops at
+    once. Each worker has a file of its own.
+
+    Args:
+        every_minutes: Minutes between two checkpoints.
+        every_n_steps: Steps between two checkpoints, in place of minutes.
+
+    Attributes:
+        signal: What asked this process to stop, if anything did.
+    """
+
+    def __init__(self, every_minutes: float = 5.0, every_n_steps: int | None = None) -> None:
+        super().__init__(
+            filename=Path(LAST).stem,
+            enable_version_counter=False,
+            train_time_interval=None if every_n_steps else timedelta(minutes=every_minutes),
+            every_n_train_steps=every_n_steps,
+        )
+        self.signal: signal.Signals | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write whole checkpoints only, each worker its own."""
+        super().setup(trainer, pl_module, stage)
+        trainer.strategy.checkpoint_io = AtomicCheckpoints()
+        self.filename = Path(checkpoint_name(trainer.global_rank)).stem
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: there is one file, and a resumed run may choose another beat."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take back."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen for signals."""
+        super().on_train_start(trainer, pl_module)
+        module: Any = pl_module
+
+        def request_stop(signum: int, frame: FrameType | None) -> None:
+            module.stop_requested = True
+            self.signal = signal.Signals(signum)
+            if signum == signal.SIGINT:
+                signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
+                if trainer.is_global_zero:
+                    screen = Console(stderr=True)
+                    screen.print("\nStopping after this step; Ctrl-C again stops at once.")
+
+        try:
+            for signum in _SIGNALS:
+                self._previous_handlers[signum] = signal.signal(signum, request_stop)
+        except ValueError:  # not the main thread: whoever owns it handles signals
+            self._previous_handlers = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
+        """Save what is unfinished and say how to go on."""
+        super().on_train_end(trainer, pl_module)
+        ranks = pl_module.ranks
+        if not (pl_module.active or len(pl_module.queue) or ranks.trouble):
+            return
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        # False: with optimiser and queue.
+        trainer.save_checkpoint(folder / checkpoint_name(trainer.global_rank), weights_only=False)
+        if not trainer.is_global_zero and ranks.trouble is None:
+            return
+        who = f"worker {ranks.rank}: " if ranks.size > 1 else ""
+        why = f"{ranks.trouble}, so the run stops" if ranks.trouble else "stopped"
+        text = (
+            f"{who}{why}, with {len(pl_module.active)} targets in flight here, which are saved"
+            + (f", and {len(pl_module.queue)} waiting" if ranks.trouble is None else "")
+            + f". Resume with:\n  python -m dlmi fit --config {folder.parent / 'config.yaml'} "
+            f"--ckpt_path {folder / LAST}"
+        )
+        screen = Console(stderr=True, soft_wrap=True, highlight=False)
+        screen.print(text[0].upper() + text[1:], markup=False)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        super().teardown(trainer, pl_module, stage)
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        self._previous_handlers = {}

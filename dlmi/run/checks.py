@@ -1,0 +1,156 @@
+"""Checks of relations between model, data and trainer that no single argument shows."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import Trainer
+
+from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.run.data import TargetDataModule
+from dlmi.run.workers.strategy import TargetParallelStrategy
+from dlmi.targets.target import Target
+from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
+
+if TYPE_CHECKING:  # only for annotations: the inverter imports this module
+    from dlmi.run.inverter import Inverter
+
+
+def check_run(
+    trainer: Trainer, data: TargetDataModule, module: "Inverter", targets: Sequence[Target]
+) -> None:
+    """Raise `InputError` for what would couple the slots, lose Z's gradient or not fit the LM.
+
+    Args:
+        trainer: The trainer, as it is set up.
+        data: With its LM loaded.
+        module: The inverter, with its vocabulary.
+        targets: What it is to invert.
+    """
+    check_workers(trainer, data)
+    if trainer.gradient_clip_val:
+        raise InputError(
+            f"Expected `trainer.gradient_clip_val` to be unset, but got "
+            f"{trainer.gradient_clip_val}: one norm over all slots would couple the targets."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise InputError(
+            "Expected `trainer.accumulate_grad_batches` to be 1, but got "
+            f"{trainer.accumulate_grad_batches}. Raise `model.method.num_samples` instead."
+        )
+    check_precision(trainer.precision)
+    _check_mixed(trainer, data)
+    vocabulary = module.vocabulary
+    vocabulary.check_targets(targets)
+    module.method.check(vocabulary, module.prompt_length, targets)
+    _check_fluency(module, targets)
+    _check_lengths(data, module, targets)
+
+
+def check_workers(trainer: Trainer, data: TargetDataModule) -> None:
+    """Raise `InputError` for workers that would feel each other; needs no LM."""
+    if trainer.world_size > 1 and data.load_options.device_map is not None:
+        raise InputError(
+            "Expected `trainer.devices` to be 1 with `data.load.device_map`, but the run has "
+            f"{trainer.world_size} workers: each would spread its LM over the same devices."
+        )
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, TargetParallelStrategy):
+        raise InputError(
+            f"Expected `trainer.strategy` to be TargetParallelStrategy with {trainer.world_size} "
+            f"workers, but got {type(trainer.strategy).__name__}, which makes the prompts of all "
+            "workers equal. Leave `trainer.strategy` out and it is chosen."
+        )
+
+
+def check_settings(
+    prompt_length: int,
+    steps: int,
+    token_budget: int | None,
+    eval_every: int,
+    fluency: float,
+    norm_gradient_scale: float | None,
+    allowed_tokens: AllowedTokens | None,
+) -> None:
+    """Raise `InputError` for arguments of an inverter that make no sense."""
+    if allowed_tokens is not None:
+        check_allowed_tokens(allowed_tokens)
+    check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
+    if token_budget is not None:
+        check_at_least_one("model", token_budget=token_budget)
+    if norm_gradient_scale is not None:
+        check_positive("model", norm_gradient_scale=norm_gradient_scale)
+    if not 0 <= fluency < float("inf"):
+        raise InputError(f"Expected `model.fluency` to be at least 0, but got {fluency}.")
+    if fluency and prompt_length < 2:
+        raise InputError(
+            f"Expected `model.prompt_length` to be at least 2 with `model.fluency`, but got "
+            f"{prompt_length}: what is measured is how each token follows those before it."
+        )
+
+
+def _check_fluency(module: "Inverter", targets: Sequence[Target]) -> None:
+    """The penalty knows discrete or relaxed prompts that stand alone."""
+    if not module.fluency:
+        return
+    if module.method.reads_embeddings:
+        raise InputError(
+            f"Expected `model.fluency` to be 0 with {type(module.method).__name__}, which reads "
+            f"embeddings that are no distribution over tokens, but got {module.fluency}."
+        )
+    for target in targets:
+        if any(example.context.fixed_ids for example in target.all_examples):
+            raise InputError(
+                "Expected `model.fluency` to be 0 with `data.template` or `data.chat`, but got "
+                f"{module.fluency}: the penalty is defined for a prompt that stands alone."
+            )
+
+
+def _check_lengths(data: TargetDataModule, module: "Inverter", targets: Sequence[Target]) -> None:
+    """Blanks must hold the prompt, and the LM's positions the whole."""
+    prompt_length = module.prompt_length  # `longest_row` counts BoS
+    for target in targets:
+        for example in target.all_examples:
+            example.context.sizes(module.prompt_length)
+            if module.prompt_bos and example.context.fixed_ids[:1] == (data.lm.bos_id,):
+                raise InputError(
+                    "Expected `model.prompt_bos` to be false with a template that starts with BoS "
+                    f"already, but it is true (target {target.id}). Leave it out."
+                )
+    longest = max(targets, key=lambda target: target.longest_row(0))
+    limit, rest = data.lm.max_positions, longest.longest_row(0)
+    if limit is not None and prompt_length + rest > limit:
+        has_context = any(example.context.fixed_ids for example in longest.all_examples)
+        what = "template + target length" if has_context else "target length"
+        raise InputError(
+            f"Expected `model.prompt_length` + {what} to be at most {limit} (the positions "
+            f"of {data.lm.name}), but got {prompt_length} + {rest} (target {longest.id}). Shorten "
+            "one of them."
+        )
+
+
+def check_precision(precision: str | int | None) -> None:
+    """Raise `InputError` unless a `trainer.precision` leaves Z in float32.
+
+    Args:
+        precision: As the user or as Lightning writes it.
+    """
+    if precision in ("16-true", "bf16-true"):
+        raise InputError(
+            f"Expected `trainer.precision` to keep Z in float32, but got {precision}: "
+            "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
+        )
+    if precision not in (None, 32, "32", "32-true", 16, "16", "16-mixed", "bf16", "bf16-mixed"):
+        raise InputError(
+            "Expected `trainer.precision` to be 32-true, bf16-mixed or 16-mixed, but got "
+            f"{precision}. The LM's own dtype is `data.dtype`; Z follows it to float64."
+        )
+
+
+def _check_mixed(trainer: Trainer, data: TargetDataModule) -> None:
+    """Autocast narrows float32: other LMs it would leave as they are, or round twice."""
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
+    if mixed is not None and data.lm.dtype not in (torch.float32, mixed):
+        raise InputError(
+            f"Expected `data.dtype` to be float32 with `trainer.precision` {trainer.precision}, "
+            f"but the LM is {data.lm.dtype_name}. Leave one of the two out."
+        )

@@ -1,0 +1,350 @@
+"""The inverter: a LightningModule that leads a queue of targets through its slots.
+
+It owns one small module per target in flight, `prompts.i = {Z, Phi}`, and nothing else; the LM
+belongs to the data module, the equations to the method. One `Trainer.fit` inverts the whole queue:
+a training step is one step of every slot in flight, and a slot whose target is solved, or whose
+budget is spent, reports its row and takes the next target at once. Several workers do so side by
+side and take from one queue.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.precision import drop_gradient_scaler
+from dlmi.methods.base import Method
+from dlmi.methods.slot import Slot
+from dlmi.rows import Inversion
+from dlmi.run.budget import Budget
+from dlmi.run.callbacks.base import InversionCallback
+from dlmi.run.checks import check_run, check_settings
+from dlmi.run.data import TargetDataModule
+from dlmi.run.environment import describe_environment
+from dlmi.run.evaluator import Evaluator
+from dlmi.run.failures import mark_failures
+from dlmi.run.identity import check_checkpoint, check_row, run_identity, run_settings
+from dlmi.run.queue import TargetQueue
+from dlmi.run.resume import Resume, pack_slot
+from dlmi.run.row_building import build_row
+from dlmi.run.slot_pool import SlotPool, make_prompts
+from dlmi.run.workers.news import News
+from dlmi.run.workers.strategy import ranks_of
+from dlmi.run.workers.workers import Ranks
+from dlmi.scoring.engine import Engine
+from dlmi.scoring.fluency import Fluency
+from dlmi.targets.target import Target, fingerprint_targets, with_start_ids
+from dlmi.tokens.token_sets import AllowedTokens
+from dlmi.tokens.vocabulary import ForbiddenTokens, Vocabulary, token_sets_of
+
+
+class Inverter(LightningModule):
+    """Inverts a queue of targets by a method. Final: methods are given to it.
+
+    Args:
+        method: How prompts are found.
+        prompt_length: Tokens of a prompt, N.
+        steps: Budget: steps that a target may use; unset: the method's own.
+        token_budget: Budget in token-passes: tokens sent forward or backward through the LM,
+            everything included. It is never overrun.
+        eval_every: Steps between two greedy decodes of the discrete prompt; unset: the method's.
+        prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
+        allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
+            `ascii` or `printable`, those that `round_trip`, or a file with a token a line. The
+            method's own sets hold besides; an explicit `all` lifts its `ascii` and `printable`.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; unset: the method's own.
+        seed: With the target's id it fixes all draws. On the command line: `seed_everything`.
+
+    Attributes:
+        vocabulary: Tokens that prompts may hold, by column of Z; there after `setup`.
+        engine: Sends prompts through the LM; there after `setup`.
+        prompts: The parameters of each slot, by name.
+        ranks: The workers of the run; `news` is what they tell each other.
+        queue: Targets that wait for a slot, of any worker.
+        finished: Rows of this worker; of worker 0, all.
+        folder: Where the run's files go.
+        stop_requested: Set by anyone who wants the run to end after its step.
+    """
+
+    def __init__(
+        self,
+        method: Method,  # type: ignore[type-arg]  # jsonargparse would make a `Method[Any]`
+        prompt_length: int = 80,
+        steps: int | None = None,
+        token_budget: int | None = None,
+        eval_every: int | None = None,
+        prompt_bos: bool = False,
+        allowed_tokens: AllowedTokens | None = None,
+        forbid_target_tokens: ForbiddenTokens = "none",
+        fluency: float = 0.0,
+        norm_gradient_scale: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        own = method.defaults()
+        steps = own.steps if steps is None else steps
+        eval_every = own.eval_every if eval_every is None else eval_every
+        numbers = (prompt_length, steps, token_budget, eval_every, fluency, norm_gradient_scale)
+        check_settings(*numbers, allowed_tokens)
+        self.save_hyperparameters(ignore=["method"])  # an object would make checkpoints unreadable
+        self.method = method
+        self.prompt_length = prompt_length
+        self.budget = Budget(steps, token_budget, prompt_length, method.num_last_prompts)
+        self.eval_every = eval_every
+        self.prompt_bos = prompt_bos
+        self.allowed_tokens = allowed_tokens
+        self.forbid_target_tokens = forbid_target_tokens
+        self.fluency = fluency
+        self.norm_gradient_scale = norm_gradient_scale
+        self.seed = seed
+        self.prompts = nn.ModuleList()
+        self.ranks = Ranks.alone()
+        self.news = News()
+        self.queue = TargetQueue(self.ranks)
+        self.finished: list[Inversion] = []
+        self.folder = Path()
+        self.stop_requested = False
+        self.vocabulary: Vocabulary
+        self.engine: Engine
+        self._evaluator: Evaluator
+        self._pool: SlotPool
+        self._targets: list[Target] = []
+        self._finished_ids: set[str] = set()
+        self._resume = Resume()
+        self._environment: dict[str, Any] = {}
+
+    # ---- what others look at
+
+    @property
+    def data(self) -> TargetDataModule:
+        """The data module of the run."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TargetDataModule):
+            raise InputError("Expected `Trainer.fit` to get a TargetDataModule as `datamodule`.")
+        return data
+
+    @property
+    def lm(self) -> FrozenLM:
+        """The frozen LM."""
+        return self.data.lm
+
+    @property
+    def slots(self) -> list[Slot | None]:
+        """The targets in flight; None where there is none."""
+        return self._pool.slots if hasattr(self, "_pool") else []
+
+    @property
+    def active(self) -> list[Slot]:
+        """The slots in flight."""
+        return [slot for slot in self.slots if slot is not None]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64."""
+        return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+
+    @property
+    def inversion_callbacks(self) -> list[InversionCallback]:
+        """Those that follow targets."""
+        return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
+
+    def check_same_run(self, row: Inversion) -> None:
+        """Raise `InputError` unless a row could have come from this very run."""
+        columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
+        check_row(row, type(self.method).__name__, run_settings(self), **columns)
+
+    def check(self, trainer: Trainer, data: TargetDataModule) -> None:
+        """Raise `InputError` for what cannot run; before `setup`, no other worker tells it too."""
+        self._targets = with_start_ids(data.targets, (data.lm.bos_id,) if self.prompt_bos else ())
+        sets = token_sets_of(self.allowed_tokens, self.method.defaults().token_sets)
+        self.vocabulary = Vocabulary(data.lm, sets, self.forbid_target_tokens)
+        check_run(trainer, data, self, self._targets)
+
+    # ---- Lightning's hooks, in the order of a run
+
+    def setup(self, stage: str) -> None:
+        """Share the targets, refuse what cannot run, and forget an earlier fit."""
+        self.ranks = ranks_of(self.trainer.strategy)
+        self.data.share_targets(self.ranks)
+        self.check(self.trainer, self.data)
+        fluency = Fluency(self.vocabulary, self.fluency) if self.fluency else None
+        count = min(self.data.batch_size, -(-len(self._targets) // self.ranks.size))
+        self.engine = Engine(self.vocabulary, fluency, self.norm_gradient_scale, count)
+        self._evaluator = Evaluator(self.engine)
+        self._pool = SlotPool(
+            self.method,
+            self.engine,
+            self.vocabulary,
+            self.budget,
+            self.seed,
+            can_narrow=not self.fluency,
+            params_of=self._params,
+            optimizers=lambda: self.trainer.optimizers,
+            slots=[None] * count,
+        )
+        self._pool.check_budget(self._targets)
+        self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        self.finished, self._finished_ids = [], set()
+        self._resume = Resume()
+        target_set = fingerprint_targets(self.data.targets)
+        self._environment = {**describe_environment(self.lm), "target_set": target_set}
+        self.news = News()
+        drop_gradient_scaler(self.trainer)
+        self.stop_requested = False
+
+    def configure_model(self) -> None:
+        """Make one set of parameters per slot; `start` fills them when a target arrives."""
+        if len(self.prompts) == len(self.slots):
+            return
+        shapes = self.method.shapes(self.prompt_length, self.vocabulary)
+        self.prompts = make_prompts(shapes, len(self.slots), self.compute_dtype)
+
+    def configure_optimizers(self) -> Optimizer | None:
+        """The method's own; a search has none."""
+        parameters = list(self.parameters())
+        return self.method.optimizer(parameters) if parameters else None
+
+    def on_train_start(self) -> None:
+        """Agree on what is left to do, targets in flight first, and fill the slots."""
+        for callback in self.inversion_callbacks:
+            self.finished += callback.earlier_rows()
+        finished_ids = {row.target_id for row in self.finished} | self._resume.finished_ids
+        waiting = [target.id for target in self._targets if target.id not in finished_ids]
+        waiting.sort(key=lambda target_id: target_id not in self._resume)
+        waiting = self.ranks.broadcast(waiting)
+        by_id = {target.id: target for target in self._targets}
+        self._finished_ids = by_id.keys() - set(waiting)
+        self.queue = TargetQueue(self.ranks, [by_id[target_id] for target_id in waiting])
+        resumed = sum(target_id in self._resume for target_id in waiting)
+        if self._finished_ids or resumed:
+            self._tell("on_resume", len(self._finished_ids), resumed)
+        self._pool.refill(range(len(self.slots)), self.queue, self._resume)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before each step: decode what is due, report what is done, refill; stop when all is."""
+        self.news.exchange(self)
+        self._settle()
+        if not self.active:
+            self.news.exchange(self, until=lambda: self.ranks.others_have_left)
+        if self.active and not self.stop_requested:
+            self._pool.charge_time()
+            self._tell("on_step_start", self.active)
+            self._pool.restart_clock()
+            return None
+        self.trainer.should_stop = True
+        return -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
+        total = torch.zeros((), device=self.device, requires_grad=True)  # of no slot in particular
+        values = []
+        for step in self._pool.step():
+            values.append((step.loss if step.value is None else step.value).detach().to(total))
+            if step.loss.requires_grad:
+                total = total + step.loss.to(total)
+        self.news.steps += len(values)
+        if values:
+            self.log("train/loss", torch.stack(values).mean(), batch_size=1)
+        return total
+
+    def on_after_backward(self) -> None:
+        """A target whose loss or gradient is not finite ends here; the others do not notice."""
+        mark_failures(self.active)
+
+    def on_train_end(self) -> None:
+        """Report what was cut short, by a signal or by the trainer's own limits; wait for all."""
+        for slot in self.active:
+            self._report(slot, "interrupted")
+        self.ranks.leave()
+        self.news.exchange(self, until=lambda: self.ranks.others_have_left, to_the_end=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the slots' future depends on, by target; Lightning has it by place."""
+        checkpoint["inversion"] = {
+            "identity": run_identity(self),
+            "slots": [pack_slot(slot, self.trainer.optimizers) for slot in self.active],
+            "finished_ids": sorted(self._finished_ids),
+        }
+        checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back, once it is sure that the checkpoint belongs to this run."""
+        saved = checkpoint.get("inversion")
+        if saved is None:
+            raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
+        check_checkpoint(saved["identity"], run_identity(self))
+        self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
+        checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
+
+    # ---- the life of a slot
+
+    def _params(self, index: int) -> dict[str, nn.Parameter]:
+        return dict(cast(nn.ParameterDict, self.prompts[index]).items())
+
+    def _settle(self) -> None:
+        """Decode what is due, report what is done and refill, until neither is left."""
+        self._pool.charge_time()
+        while True:
+            due = [slot for slot in self.active if self.budget.is_due(slot, self.eval_every)]
+            if due:
+                self._evaluate(due)
+                self._pool.charge_time()
+            done = {s.index: r for s in self.active if (r := self.budget.stop_reason(s))}
+            if not (due or done):
+                return
+            free = list(done)
+            for index, reason in done.items():
+                slot = self.slots[index]
+                if slot is None:  # another of its group was solved just now
+                    continue
+                if reason == "budget" and self.method.num_last_prompts:
+                    self._evaluator.try_more(slot, self.method.last_prompts(slot, slot.state))
+                reason = self.budget.stop_reason(slot) or reason
+                self._report(slot, reason)
+                self._finished_ids.add(slot.target.id)
+                if reason == "solved" and slot.target.group is not None:
+                    self.queue.end_group(slot.target.group)
+                    others = self._pool.leave_group(slot)
+                    self._finished_ids |= {other.target.id for other in others}
+                    free += [other.index for other in others]
+            self._pool.refill(dict.fromkeys(free), self.queue, self._resume)
+
+    def _evaluate(self, slots: Sequence[Slot]) -> None:
+        """Decode the discrete prompts that slots stand for."""
+        prompts = []
+        for slot in slots:
+            slot.progress = self.budget.share_used(slot)
+            slot.diagnostics = self.method.diagnostics(slot, slot.state)
+            found_ids = slot.found_ids  # what the last step has found to be exact
+            own_ids = self.method.prompt_ids(slot, slot.state) if found_ids is None else found_ids
+            prompts.append(own_ids)
+        self._evaluator.evaluate(slots, prompts)
+        self._tell("on_evaluation", list(slots))
+
+    def _tell(self, event: str, *what: Any) -> None:
+        """Call a hook of all callbacks that follow targets."""
+        for callback in self.inversion_callbacks:
+            getattr(callback, event)(self.trainer, self, *what)
+
+    def _report(self, slot: Slot, reason: str) -> None:
+        row = build_row(
+            slot,
+            reason,
+            last_ids=self.method.prompt_ids(slot, slot.state),
+            soft_prompt=self.method.soft_prompt(slot, slot.state),
+            seed=self.seed,
+            method=type(self.method).__name__,
+            settings=run_settings(self),
+            environment=self._environment,
+        )
+        self.finished.append(row)
+        self._tell("on_target_end", row)
+        self.ranks.post_row(row.to_json_line())

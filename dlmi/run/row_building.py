@@ -1,0 +1,170 @@
+"""From a slot that is done with to its result row."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.methods.slot import Slot
+from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
+from dlmi.rows import ExampleResult, Inversion
+from dlmi.scoring.evaluation import Evaluation, decoded_again, evaluate_alone, pasted_lcs
+from dlmi.scoring.prompt_forms import LCSMatrix, measure_forms
+from dlmi.targets.context import Example
+from dlmi.targets.recorded import record_of
+from dlmi.targets.target import Target, split
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the metrics of a row are computed from.
+
+    Attributes:
+        lm: The model.
+        target: What was to be said.
+        best: The best prompt, decoded alone.
+    """
+
+    lm: FrozenLM
+    target: Target
+    best: Evaluation
+
+
+# Measures of a prompt and its output by name: they fill `row.metrics`.
+METRICS: dict[str, Callable[[Measured], float | None]] = {
+    "lcs": lambda m: m.best.lcs,
+    "discrete_loss": lambda m: m.best.discrete_loss,
+    "margin": lambda m: m.best.margin,
+    "round_trip_lcs": lambda m: pasted_lcs(m.lm, m.best.prompt_ids, m.target),
+    "prompt_perplexity": lambda m: m.lm.perplexity(m.best.prompt_ids),
+    "overlap_ratio": lambda m: overlap_ratio(m.best.prompt_ids, m.target.ids),
+    "target_hit_ratio": lambda m: target_hit_ratio(m.best.prompt_ids, m.target.ids),
+}
+# Those that are columns of their own as well.
+_COLUMNS = ("round_trip_lcs", "prompt_perplexity", "overlap_ratio", "target_hit_ratio")
+
+
+def build_row(
+    slot: Slot,
+    stop_reason: str,
+    *,
+    last_ids: Tensor,
+    soft_prompt: SoftPrompt | None,
+    seed: int,
+    method: str,
+    settings: dict[str, Any],
+    environment: dict[str, Any],
+) -> Inversion:
+    """The row of a slot that is done with: its best prompt, how it fared and where it ran.
+
+    Args:
+        slot: With its best prompt.
+        stop_reason: Why it is done with.
+        last_ids: The discrete prompt that it stands for now, (N,).
+        soft_prompt: The distributions that it stands for now.
+        seed: Of the run.
+        method: Name of the method.
+        settings: Arguments of the run and its method.
+        environment: The columns that say where it was measured, and on which targets.
+    """
+    lm, target, last = slot.tokens.lm, slot.target, slot.last
+    assert slot.best is not None
+    assert last is not None
+    best = decoded_again(lm, slot.best, target)
+    prompt_ids = best.prompt_ids
+    metrics = {name: metric(Measured(lm, target, best)) for name, metric in METRICS.items()}
+    matrix: LCSMatrix = {}
+    rank_one_rate = None
+    held_out: tuple[ExampleResult, ...] = ()
+    if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
+        matrix, rank_one_rate = measure_forms(
+            slot.tokens,
+            torch.tensor(prompt_ids),
+            last_ids,
+            soft_prompt,
+            slot.seed("forms of the prompt"),
+            slot.key,
+        )
+        if target.held_out:
+            others = dataclasses.replace(
+                target, examples=target.held_out, held_out=(), evaluated=None
+            )
+            tried = evaluate_alone(lm, prompt_ids, others, best.step)
+            held_out = _results(lm, others.examples, tried)
+    context = target.measured[0].context
+    is_bare = target.is_shared or not (context.fixed_ids or context.template)
+    full_ids = () if is_bare else context.text_ids(prompt_ids)
+    return Inversion(
+        target_id=target.id,
+        k=target.k,
+        target_text=target.text,
+        target_ids=target.ids,
+        prompt_text=lm.decode(prompt_ids),
+        prompt_ids=prompt_ids,
+        output_text=lm.decode(best.output_ids),
+        output_ids=best.output_ids,
+        lcs=best.lcs,
+        as_in_code_lcs=last.as_in_code_lcs,
+        exact=best.output_ids == target.ids,
+        round_trips=slot.tokens.round_trips(prompt_ids),
+        **{name: metrics[name] for name in _COLUMNS},  # type: ignore[arg-type]
+        loss=best.loss,
+        discrete_loss=best.discrete_loss,
+        best_step=best.step,
+        steps=slot.step,
+        stop_reason=stop_reason,
+        failure=slot.failure,
+        seconds=slot.seconds,
+        forward_tokens=slot.cost.forward,
+        backward_tokens=slot.cost.backward,
+        seed=seed,
+        method=method,
+        settings=settings,
+        trace=tuple(slot.trace),
+        prompt_tokens=_token_texts(lm, prompt_ids),
+        target_tokens=_token_texts(lm, target.ids),
+        output_tokens=_token_texts(lm, best.output_ids),
+        lcs_matrix=matrix,
+        rank_one_rate=rank_one_rate,
+        diagnostics={name: tuple(v.tolist()) for name, v in slot.diagnostics.items()},
+        context=None if is_bare else record_of(context),
+        full_ids=full_ids,
+        full_text=lm.decode(full_ids) if full_ids else "",
+        examples=_results(lm, target.measured, best) if target.is_shared else (),
+        held_out=held_out,
+        metrics=metrics,
+        **environment,
+    )
+
+
+def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(lm.decode([token_id]) for token_id in ids)
+
+
+def _results(
+    lm: FrozenLM, examples: Sequence[Example], evaluation: Evaluation
+) -> tuple[ExampleResult, ...]:
+    """How a prompt did on each example, from what the LM said after it in all of them."""
+    written = evaluation.reasoning_ids or ((),) * len(examples)
+    said = split(examples, evaluation.output_ids)
+    return tuple(
+        ExampleResult(
+            id=example.id,
+            ids=example.ids,
+            text=example.text,
+            context=record_of(example.context),
+            full_text=lm.decode(example.context.text_ids(evaluation.prompt_ids)),
+            output_ids=said_ids,
+            output_text=lm.decode(said_ids),
+            lcs=lcs_ratio(example.ids, said_ids),
+            exact=said_ids == example.ids,
+            reasoning_ids=before,
+            reasoning_text=lm.decode(before) if before else "",
+        )
+        for example, said_ids, before in zip(examples, said, written, strict=True)
+    )

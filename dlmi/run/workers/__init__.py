@@ -1,0 +1,1 @@
+"""Processes that invert side by side."""

@@ -1,0 +1,1 @@
+"""Prompts through the LM: passes, losses, evaluation."""

@@ -1,0 +1,273 @@
+"""The honest measurement: a discrete prompt, really decoded.
+
+An evaluation is all that decides what is best so far and when a target is solved. The prompt is a
+row of token ids, the decode is free and greedy, and EoS does not end it. A prompt that several
+examples share is read with each of them: its LCS and its loss are the means.
+
+Axes: R prompts, N prompt tokens, M target tokens, V logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.metrics import lcs_ratio
+from dlmi.scoring.batch import by_prefix, lay_out
+from dlmi.scoring.losses import target_loss
+from dlmi.scoring.prefixes import PrefixStore
+from dlmi.scoring.reasoning import tokens_to_write, write_reasoning
+from dlmi.targets.context import Example
+from dlmi.targets.target import Target, split
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A discrete prompt, what the LM says after it, and how close that is to the target.
+
+    Attributes:
+        step: Optimisation steps before this evaluation.
+        prompt_ids: The discrete prompt.
+        output_ids: Its greedy decode, as long as the target; of several examples, concatenated.
+        lcs: Honest LCS ratio.
+        discrete_loss: Teacher-forced cross-entropy of the target after the discrete prompt.
+        margin: The smallest gap between a target token's logit and its best rival's, under teacher
+            forcing; above 0 where all tokens are right.
+        loss: Training loss of the last step before, on the relaxed prompt; None at step 0.
+        as_in_code_lcs: LCS of the relaxed prompt under the training decode (what the authors'
+            public code logs); None at step 0.
+        is_eligible: Whether it may be the best; if none may, the best of the others is.
+        reasoning_ids: Where the LM reasons before it answers, what it wrote in each example.
+    """
+
+    step: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    lcs: float
+    discrete_loss: float
+    margin: float
+    loss: float | None = None
+    as_in_code_lcs: float | None = None
+    is_eligible: bool = True
+    reasoning_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def score(self) -> tuple[bool, float, float]:
+        """What makes a prompt the best: that it may be, honest LCS, then low cross-entropy."""
+        return self.is_eligible, self.lcs, -self.discrete_loss
+
+
+@dataclass(frozen=True)
+class ExampleReading:
+    """What came of one prompt in one example.
+
+    Attributes:
+        output_ids: The greedy decode, as long as what is to be said.
+        forced_ids: What teacher forcing decodes.
+        loss: Teacher-forced cross-entropy of the target.
+        margin: Of the target's tokens, under teacher forcing.
+        reasoning_ids: What the LM wrote before it, where it was to.
+    """
+
+    output_ids: tuple[int, ...]
+    forced_ids: tuple[int, ...]
+    loss: float
+    margin: float
+    reasoning_ids: tuple[int, ...] = ()
+
+
+def mean_lcs(examples: Sequence[Example], output_ids: Sequence[int]) -> float:
+    """LCS ratio of concatenated outputs, averaged over the examples."""
+    pairs = zip(examples, split(examples, output_ids), strict=True)
+    ratios = [lcs_ratio(example.ids, said_ids) for example, said_ids in pairs]
+    return sum(ratios) / len(ratios)
+
+
+@torch.no_grad()
+def read_examples(
+    lm: FrozenLM,
+    prompts: Tensor,
+    examples: Sequence[Example],
+    store: PrefixStore | None = None,
+    reasoned_ids: Tensor | None = None,
+) -> list[ExampleReading]:
+    """What the LM says after prompts in their contexts, and how likely it finds the targets.
+
+    Args:
+        lm: The model.
+        prompts: Token ids, (R, N), or embeddings, (R, N, d).
+        examples: R of them.
+        store: Keeps the beginnings of contexts; default: one of its own.
+        reasoned_ids: The discrete prompts that the LM reasons after, (R, N), where `prompts` are
+            embeddings and examples ask for reasoning.
+    """
+    store = store or PrefixStore(lm, size=len(by_prefix(examples)))
+    is_soft = prompts.is_floating_point()
+    written: list[tuple[int, ...]] = [()] * len(examples)
+    if any(example.context.reasoning for example in examples):
+        ids = reasoned_ids if is_soft else prompts
+        assert ids is not None
+        written = write_reasoning(lm, ids.tolist(), examples)
+    done = [example.after(ids) for example, ids in zip(examples, written, strict=True)]
+    found: dict[int, ExampleReading] = {}
+    for prefix_ids, members in by_prefix(done).items():
+        kept = store.read(prefix_ids)
+        prefix = None if kept is None else kept.prefix
+        batch = lay_out(tuple(done[i] for i in members), prompts.shape[1], lm.device)
+        mine = prompts[members].to(lm.device)
+
+        def work(rows: slice, mine: Tensor = mine, members: Sequence[int] = members) -> None:
+            embeds = mine[rows] if is_soft else lm.embed(mine[rows])
+            logits, greedy_ids = batch.forced_and_greedy(lm, embeds, rows, prefix)  # noqa: B023
+            target_ids, mask = batch.target_ids[rows], batch.mask[rows]  # noqa: B023
+            losses = target_loss("cross_entropy", logits, target_ids, mask).tolist()
+            margins = _margins(logits, target_ids, mask).tolist()
+            columns = (greedy_ids.tolist(), logits.argmax(-1).tolist(), losses, margins)
+            for i, *values in zip(members[rows], *columns, strict=True):
+                length = len(done[i].ids)
+                greedy, forced, loss, margin = values
+                found[i] = ExampleReading(
+                    tuple(greedy[:length]), tuple(forced[:length]), loss, margin, written[i]
+                )
+
+        lm.rows_per_pass.run(lm, len(members), batch.tokens, batch.target_ids.shape[1], work)
+    return [found[i] for i in range(len(examples))]
+
+
+def _margins(logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
+    """Of each row the smallest lead of a target token over its best rival, (R,)."""
+    index = target_ids[..., None]
+    rivals = logits.scatter(-1, index, -torch.inf).amax(-1)  # (R, M)
+    leads = logits.gather(-1, index).squeeze(-1) - rivals
+    return leads.masked_fill(~mask, torch.inf).amin(-1)
+
+
+def evaluate(
+    lm: FrozenLM,
+    prompt_ids: Tensor,
+    targets: Sequence[Target],
+    steps: Sequence[int],
+    store: PrefixStore | None = None,
+) -> list[Evaluation]:
+    """Decode discrete prompts greedily, side by side.
+
+    A batch rounds differently from a prompt on its own, and only the latter solves a target: a
+    prompt whose output is exact is decoded again, alone.
+
+    Args:
+        lm: The model.
+        prompt_ids: (R, N).
+        targets: R of them.
+        steps: Optimisation steps that each prompt has had.
+        store: Keeps the beginnings of contexts.
+    """
+    owners = [row for row, target in enumerate(targets) for _ in target.measured]
+    examples = [example for target in targets for example in target.measured]
+    read = iter(read_examples(lm, prompt_ids[owners], examples, store))
+    evaluations = []
+    for ids, target, step in zip(prompt_ids.tolist(), targets, steps, strict=True):
+        made = _evaluation([next(read) for _ in target.measured], ids, target, step)
+        if made.lcs == 1 and len(examples) > 1:
+            made = evaluate_alone(lm, ids, target, step, store)
+        evaluations.append(made)
+    return evaluations
+
+
+def evaluate_alone(
+    lm: FrozenLM,
+    prompt_ids: Sequence[int],
+    target: Target,
+    step: int,
+    store: PrefixStore | None = None,
+) -> Evaluation:
+    """One prompt with no batch mates: each example on its own."""
+    ids = torch.tensor([list(prompt_ids)], device=lm.device)
+    read = [read_examples(lm, ids, [example], store)[0] for example in target.measured]
+    return _evaluation(read, prompt_ids, target, step)
+
+
+def decoded_again(lm: FrozenLM, evaluation: Evaluation, target: Target) -> Evaluation:
+    """The same prompt, decoded alone; what the run knows of its step stays."""
+    alone = evaluate_alone(lm, evaluation.prompt_ids, target, evaluation.step)
+    return replace(
+        alone,
+        loss=evaluation.loss,
+        as_in_code_lcs=evaluation.as_in_code_lcs,
+        is_eligible=evaluation.is_eligible,
+    )
+
+
+def _evaluation(
+    read: Sequence[ExampleReading], prompt_ids: Sequence[int], target: Target, step: int
+) -> Evaluation:
+    output_ids = tuple(token_id for reading in read for token_id in reading.output_ids)
+    reasoning_ids = tuple(reading.reasoning_ids for reading in read) if target.reasons else ()
+    return Evaluation(
+        step=step,
+        prompt_ids=tuple(prompt_ids),
+        output_ids=output_ids,
+        lcs=mean_lcs(target.measured, output_ids),
+        discrete_loss=sum(reading.loss for reading in read) / len(read),
+        margin=min(reading.margin for reading in read),
+        reasoning_ids=reasoning_ids,
+    )
+
+
+# ---- cost
+
+
+def tokens_evaluated(evaluation: Evaluation, target: Target) -> int:
+    """Tokens that an evaluation has read: the forced pass, the free run, reasoning before them."""
+    length = len(evaluation.prompt_ids)
+    written = evaluation.reasoning_ids or [()] * len(target.measured)
+    tokens = 0
+    parts = split(target.measured, evaluation.output_ids)
+    for example, ids, said_ids in zip(target.measured, written, parts, strict=True):
+        tokens += tokens_to_write(example, ids, length) + example.after(ids).tokens_read(length)
+        # The free run goes on from the first mistake of the forced pass.
+        pairs = zip(example.ids, said_ids, strict=True)
+        last = len(example.ids) - 1
+        right = next((i for i, (wanted, got) in enumerate(pairs) if wanted != got), last)
+        tokens += max(0, last - right)
+    return tokens
+
+
+def most_tokens_evaluated(target: Target, prompt_length: int) -> int:
+    """The same before the evaluation, at most; fixed beginnings are counted as well."""
+    tokens = 0
+    for example in target.measured:
+        context = example.context
+        tokens += len(context.start_ids) + context.most_tokens + prompt_length
+        tokens += 2 * (len(example.ids) - 1)
+        if context.reasoning is not None:
+            tokens += len(context.ids([0] * prompt_length)) + context.reasoning.max_tokens
+    return tokens
+
+
+# ---- a prompt as text
+
+
+def decode_alone(lm: FrozenLM, ids: Sequence[int], length: int) -> tuple[int, ...]:
+    """The greedy decode after all of these ids; nothing after none."""
+    if not ids:
+        return ()
+    output_ids = lm.greedy(torch.tensor([list(ids)], device=lm.device), length)
+    return tuple(output_ids[0].tolist())
+
+
+def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target) -> float:
+    """Honest LCS of a prompt whose text is pasted, with its context; 0 for no tokens."""
+    ratios = []
+    for example in target.measured:
+        context = example.context
+        text_ids = lm.encode(lm.decode(context.text_ids(prompt_ids)))
+        ids: tuple[int, ...] = (*context.start_ids, *text_ids)
+        if not text_ids:
+            ids = ()
+        elif context.reasoning is not None:
+            [said] = lm.generate([ids], context.reasoning.max_tokens)
+            ids = (*ids, *said, *lm.encode(context.reasoning.trigger))
+        ratios.append(lcs_ratio(example.ids, decode_alone(lm, ids, len(example.ids))))
+    return sum(ratios) / len(ratios)

@@ -1,0 +1,201 @@
+r"""Readable prompts: what the LM itself thinks of a prompt, as a term of the loss.
+
+.. math::
+    F = \frac{1}{N-1} \sum_{i=2}^{N} - \sum_v \pi_i(v) \log q(v | \pi_1 .. \pi_{i-1})
+
+For a discrete prompt it is the logarithm of its perplexity; for relaxed rows :math:`\pi` it is the
+cross-entropy of each row under the LM that has read the rows before it, as in GBDA (Guo et al.
+2021) and its successors. Gradients go through both: the rows, and what the LM read.
+
+No distribution is ever held for it. Where the LM's logits are :math:`W h + b`,
+
+.. math::
+    - \sum_v \pi_i(v) \log q(v) = \log \sum_v e^{w_v h + b_v} - (\pi_i W) h - \pi_i b,
+
+so that all that is needed of a row is its readout :math:`\pi_i [W, b]`. It is made with the row's
+embedding, in one product with [E, W, b]; where E is W (tied weights) it *is* the embedding. The
+gradient of the first term is the head row that the LM expects, :math:`\sum_v q(v) w_v`, which is
+made with it, a few positions at a time.
+
+Axes: R rows of a pass, N prompt tokens, L positions that the LM reads, V tokens a prompt may hold,
+U rows of the head, d width of an embedding, h width of a hidden state.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.tokens.vocabulary import Vocabulary
+
+# Prompts of some rows, (r, N, d), to their losses, (r,), and what was decoded, (r, M).
+Score = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+_HELD_ENTRIES = 2**22  # of logits that are held at once: 16 MiB in float32
+
+
+class Fluency:
+    """The penalty on prompts that the LM finds unlikely.
+
+    Args:
+        vocabulary: The tokens that a prompt may hold.
+        weight: What the penalty is multiplied by.
+
+    Attributes:
+        vocabulary: The same.
+        weight: The same.
+        matrix: What each token embeds to and is read out by: [E, W, b], or E where W is E.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, weight: float) -> None:
+        self.vocabulary = vocabulary
+        self.weight = weight
+        self._lm = vocabulary.lm
+        self._head, self._bias = read_head(self._lm)  # (U, h), (U,)
+        embeddings = vocabulary.matrix
+        ids = vocabulary.token_ids.to(self._head.device)
+        readouts = self._head[ids]
+        if self._bias is not None:
+            readouts = torch.cat([readouts, self._bias[ids, None]], dim=1)
+        readouts = readouts.to(embeddings)
+        self._is_tied = torch.equal(readouts, embeddings)
+        self._width = embeddings.shape[1]
+        self.matrix = embeddings if self._is_tied else torch.cat([embeddings, readouts], dim=1)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Products with `matrix` to embeddings, (..., d), and readouts, (..., h), or h + 1."""
+        if self._is_tied:
+            return rows, rows
+        return rows[..., : self._width], rows[..., self._width :]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of `matrix` that stand for tokens, of any shape."""
+        return F.embedding(self.vocabulary.columns(ids), self.matrix)
+
+    def added_to(self, score: Score, after: int) -> Score:
+        """A score of products with `matrix` that has the penalty added.
+
+        Args:
+            score: Sends embeddings through the LM, in one pass or in several one after the other.
+            after: Positions that the LM reads after the prompt.
+        """
+
+        def penalised(rows: Tensor, cut: slice) -> tuple[Tensor, Tensor]:
+            embeds, readouts = self.split(rows)
+            with reading_states(self._lm) as seen:
+                losses, output_ids = score(embeds, cut)
+            states = torch.cat(seen, dim=1)  # (r, L, h)
+            last = states.shape[1] - after - 1  # position of the prompt's last token
+            states = states[:, last - rows.shape[1] + 1 : last]
+            costs = self.token_costs(states, readouts[:, 1:])
+            return losses + self.weight * costs.mean(-1), output_ids
+
+        return penalised
+
+    def of_variations(self, ids: Tensor, shared_states: Tensor, own_states: Tensor) -> Tensor:
+        """The penalty on discrete prompts that share their first tokens.
+
+        Args:
+            ids: (C, N).
+            shared_states: Hidden states of the tokens that all share, (1, n, h).
+            own_states: Of the others, and of what comes after them, (C, N - n .., h).
+
+        Returns:
+            (C,).
+        """
+        shared, length = shared_states.shape[1], ids.shape[1]
+        _, readouts = self.split(self.rows(ids[:, 1:]))
+        # What only shared tokens tell is the same for all: the cost of tokens 2 to n.
+        known = max(shared - 1, 0)
+        common = self.token_costs(shared_states[:, :known], readouts[:1, :known])
+        last_shared = shared_states[:, known:].expand(len(ids), -1, -1)
+        states = torch.cat([last_shared, own_states[:, : length - 1 - shared]], dim=1)
+        costs = self.token_costs(states, readouts[:, known:])
+        return self.weight * (common.sum(-1) + costs.sum(-1)) / (length - 1)
+
+    def token_costs(self, states: Tensor, readouts: Tensor) -> Tensor:
+        """The cross-entropy of each token under the LM.
+
+        Args:
+            states: Hidden states at the positions before the tokens, (R, n, h).
+            readouts: Of the tokens, (R, n, h) or (R, n, h + 1).
+
+        Returns:
+            (R, n), in float32 or better.
+        """
+        states = states.to(self._head.device)
+        totals: Tensor = _LogSumExp.apply(states.flatten(0, 1), self._head, self._bias)  # type: ignore[no-untyped-call]
+        readouts = readouts.to(totals.dtype)
+        totals, states = totals.view(states.shape[:2]).to(readouts), states.to(readouts)
+        width = states.shape[-1]
+        chosen = (readouts[..., :width] * states).sum(-1) + readouts[..., width:].sum(-1)
+        return totals - chosen
+
+
+class _LogSumExp(torch.autograd.Function):
+    """Of the head's logits, (P, h) to (P,); the forward pass already holds the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+        states = states.to(head.dtype)
+        wants_gradient: bool = ctx.needs_input_grad[0]
+        expected = torch.empty_like(states) if wants_gradient else None
+        totals = states.new_empty(len(states), dtype=torch.promote_types(head.dtype, torch.float32))
+        width = max(1, _HELD_ENTRIES // len(head))
+        for start in range(0, len(states), width):
+            part = slice(start, start + width)
+            logits = F.linear(states[part], head, bias).to(totals.dtype)
+            totals[part] = torch.logsumexp(logits, dim=-1)
+            if expected is not None:
+                expected[part] = torch.softmax(logits, dim=-1).to(head.dtype) @ head
+        ctx.expected = expected
+        return totals
+
+    @staticmethod
+    def backward(ctx: Any, by_total: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.expected * by_total[:, None].to(ctx.expected.dtype), None, None
+
+
+@contextlib.contextmanager
+def reading_states(lm: FrozenLM) -> Iterator[list[Tensor]]:
+    """Collect the LM's last hidden states, (R, L, h), of each pass made inside this context."""
+    seen: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        seen.append(output.last_hidden_state)
+
+    compile_passes, lm.compile_passes = lm.compile_passes, False  # it would leave out the hook
+    handle = lm.model.base_model.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+        lm.compile_passes = compile_passes
+
+
+@torch.no_grad()
+def read_head(lm: FrozenLM) -> tuple[Tensor, Tensor | None]:
+    """What an LM's last hidden states are multiplied by, (U, h), and what is added, (U,).
+
+    Raises:
+        InputError: If its logits are something else than that.
+    """
+    head = lm.model.get_output_embeddings()
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    # Without a base model there is nothing to listen to; 8 and 4 bits are no plain product.
+    if lm.model.base_model is not lm.model and weight is not None and weight.is_floating_point():
+        ids = lm.prompt_token_ids[torch.linspace(0, len(lm.prompt_token_ids) - 1, 4).long()]
+        with reading_states(lm) as seen:
+            logits = lm.last_logits(lm.embed(ids[None].to(lm.device)), keep=len(ids))
+        by_hand = F.linear(seen[0].to(weight), weight, bias).to(logits)
+        if (by_hand - logits).abs().max() <= 0.02 * logits.abs().max():
+            return weight.detach(), None if bias is None else bias.detach()
+    raise InputError(
+        f"Expected `model.fluency` to be 0 with {lm.name} ({type(lm.model).__name__}), whose "
+        "logits are not its last hidden states times a matrix. Leave it out."
+    )

@@ -1,0 +1,212 @@
+"""What a step asks of the LM, and how the steps of several slots are run together.
+
+A step of a method is a generator, written for one slot: it yields a `Pass` wherever it needs the
+LM, is sent the `Scores`, and returns what came of the step. `advance` runs the steps of all slots
+side by side and hands the passes that they ask for at the same time to one reader, so that these
+share LM calls. It also keeps the accounts: the cost of a pass is known before it is made, and a
+pass that the budget does not cover is not made.
+
+Cost is counted in token-passes: a token sent forward through the LM counts 1, and 1 more if a
+gradient comes back. It is what a pass reads as if it were alone, without padding, so it depends
+neither on batch mates nor on the device. Fixed tokens whose keys and values are kept count once for
+each slot, when it first reads them.
+
+Axes: C prompts of a pass, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.scoring.losses import LossName
+from dlmi.targets.context import Example, common_beginning
+
+T = TypeVar("T")
+
+REMEMBERED = 4  # beginnings that a slot has read, the latest ones
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Token-passes.
+
+    Attributes:
+        forward: Tokens sent forward through the LM.
+        backward: Tokens that a gradient came back through.
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> int:
+        """What budgets are counted in."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class RelaxedNextToken:
+    """What a free run reads in place of its greedy token: a Gumbel-Softmax sample.
+
+    Attributes:
+        tau: Its temperature.
+        seed: Of its noise.
+    """
+
+    tau: float
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Prompts of one slot that the LM is to read.
+
+    Attributes:
+        prompts: Token ids, (C, N); or embeddings, (C, N, d); or a soft prompt and its C samples.
+        examples: What each of them is read with; a loss is the mean over these.
+        loss: Which loss.
+        teacher_forcing: Feed the target's own prefix; else run freely.
+        next_token: In a free run, what is read next; default: the greedy token.
+        token_gradient: Of one discrete prompt, give the gradient with respect to its one-hot rows.
+        token_weights: Weight of each target token in the loss, (M,); default: all the same.
+        like_ids: A prompt, (N,), that the others are variations of: what they share with it is
+            read once.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers.
+    """
+
+    prompts: Tensor | SoftPrompt
+    examples: Sequence[Example]
+    loss: LossName = "cross_entropy"
+    teacher_forcing: bool = True
+    next_token: RelaxedNextToken | None = None
+    token_gradient: bool = False
+    token_weights: Tensor | None = None
+    like_ids: Tensor | None = None
+    norm_gradient_scale: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """Prompts, C."""
+        return self.prompts.samples if isinstance(self.prompts, SoftPrompt) else len(self.prompts)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt, N."""
+        prompts = self.prompts
+        return len(prompts.logits) if isinstance(prompts, SoftPrompt) else prompts.shape[1]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back through the LM."""
+        if isinstance(self.prompts, SoftPrompt):
+            return self.prompts.logits.requires_grad
+        return self.token_gradient or self.prompts.requires_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What came of a pass.
+
+    Attributes:
+        losses: Of each prompt, (C,), with a graph where the prompts have one.
+        output_ids: What the pass itself decoded after each, (C, M); of several examples, their
+            outputs concatenated.
+        token_gradient: Of the loss with respect to one-hot rows, (N, V), where it was asked for.
+    """
+
+    losses: Tensor
+    output_ids: Tensor
+    token_gradient: Tensor | None = None
+
+
+Steps = Generator[Pass, Scores, T]
+
+
+@dataclass
+class Account:
+    """What one slot may spend, and what it has read before.
+
+    Attributes:
+        left: Token-passes that it may still spend.
+        known: Beginnings of prompts whose keys and values it has paid for, the latest last.
+        cost: What it has spent since the account was opened.
+    """
+
+    left: float = float("inf")
+    known: list[tuple[int, ...]] = field(default_factory=list)
+    cost: Cost = Cost()
+
+    def unknown(self, ids: tuple[int, ...]) -> int:
+        """How many of the ids come after the longest beginning that was read before."""
+        return len(ids) - max((len(common_beginning([ids, k])) for k in self.known), default=0)
+
+    def learn(self, ids: tuple[int, ...]) -> int:
+        """Note that these are read now; gives how many of them are new."""
+        new = self.unknown(ids)
+        if ids and new:
+            self.known.append(ids)
+            del self.known[:-REMEMBERED]
+        return new
+
+    def charge(self, cost: Cost) -> bool:
+        """Spend, if that much is left."""
+        if cost.total > self.left:
+            return False
+        self.left -= cost.total
+        self.cost += cost
+        return True
+
+
+class Reader(Protocol):
+    """Whatever answers passes: the engine, or a test."""
+
+    def price(self, asked: Pass, account: Account) -> Cost:
+        """What a pass costs a slot; notes in its account what it will have read."""
+
+    def __call__(self, passes: Sequence[Pass]) -> Sequence[Scores]:
+        """The scores of passes of several slots."""
+
+
+@dataclass
+class Outcome(Generic[T]):
+    """What became of one slot's step.
+
+    Attributes:
+        value: What the step returned; None where the budget did not cover one of its passes.
+    """
+
+    value: T | None = None
+
+
+def advance(
+    steps: Sequence[Steps[T]], reader: Reader, accounts: Sequence[Account]
+) -> list[Outcome[T]]:
+    """Run steps of several slots side by side.
+
+    Args:
+        steps: A generator for each slot.
+        reader: Answers the passes that they ask for at the same time.
+        accounts: Of each slot; a step whose next pass is not covered ends there.
+    """
+    outcomes: list[Outcome[T]] = [Outcome() for _ in steps]
+    answers: dict[int, Scores | None] = dict.fromkeys(range(len(steps)))
+    while answers:
+        asked: dict[int, Pass] = {}
+        for i, answer in answers.items():
+            try:
+                wanted = steps[i].send(answer)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as end:
+                outcomes[i].value = end.value
+                continue
+            if accounts[i].charge(reader.price(wanted, accounts[i])):
+                asked[i] = wanted
+            else:
+                steps[i].close()
+        answers = dict(zip(asked, reader(list(asked.values())), strict=True)) if asked else {}
+    return outcomes

@@ -1,0 +1,189 @@
+"""Found prompts, decoded again: does a row hold, and does its prompt also work elsewhere?
+
+Elsewhere is another dtype or another model. Prompts go over as ids, which needs the same tokenizer,
+and as the text that one would paste. To a model with another tokenizer only the text can go over;
+the target is then what that tokenizer makes of the target's text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.metrics import lcs_ratio
+from dlmi.rows import Inversion
+from dlmi.scoring.evaluation import decode_alone, evaluate_alone, mean_lcs, pasted_lcs
+from dlmi.targets.context import Example
+from dlmi.targets.recorded import target_of, with_held_out
+from dlmi.targets.target import Target, split
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a row.
+
+    Attributes:
+        problems: What does not hold, a line each.
+        exact: Whether the ids of the prompt make the LM say the target.
+        text_exact: Whether its pasted text does.
+    """
+
+    problems: tuple[str, ...]
+    exact: bool = False
+    text_exact: bool = False
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How the prompt of one row does in one model and dtype.
+
+    Attributes:
+        target_id: Of the row.
+        seed: Of the row.
+        method: Of the row.
+        model: Where the prompt was tried.
+        dtype: In which dtype.
+        was_exact: What the row says.
+        was_lcs: The same.
+        exact: Whether its ids make the model say the target; None if only text went over.
+        lcs: Honest LCS ratio of its ids; None likewise.
+        text_exact: Whether its pasted text does.
+        text_lcs: Honest LCS ratio of its pasted text.
+        output_text: What the model says to the ids, or to the text if only that went over.
+    """
+
+    target_id: str
+    seed: int
+    method: str
+    model: str
+    dtype: str
+    was_exact: bool
+    was_lcs: float
+    exact: bool | None
+    lcs: float | None
+    text_exact: bool
+    text_lcs: float
+    output_text: str
+
+
+def verify_row(lm: FrozenLM, row: Inversion) -> Verified:
+    """Decode a row's prompt again, alone, and compare with what the row says."""
+    if not row.prompt_ids or not row.target_ids:
+        return Verified(("prompt or target is empty",))
+    target = target_of(row, lm.bos_id)
+    everything = with_held_out(target)
+    if not all(example.ids for example in everything.examples):
+        return Verified(("the target of an example is empty",))
+    given_ids = [i for example in everything.examples for i in example.context.given_ids]
+    lm.check_ids([*row.prompt_ids, *row.target_ids, *everything.ids, *given_ids], _name(row))
+    length = everything.longest_row(len(row.prompt_ids))
+    if lm.max_positions is not None and length > lm.max_positions:
+        return Verified((f"{length} tokens are more than {lm.name} has positions",))
+    now = evaluate_alone(lm, row.prompt_ids, everything, row.best_step)
+    output_ids = now.output_ids[: len(target.ids)]
+    text_lcs = pasted_lcs(lm, row.prompt_ids, target)
+    is_exact = output_ids == row.target_ids
+    recorded_and_now: dict[str, tuple[Any, Any]] = {
+        "output_ids": (row.output_ids, output_ids),
+        "lcs": (row.lcs, mean_lcs(target.measured, output_ids)),
+        "exact": (row.exact, is_exact),
+        "prompt_text": (row.prompt_text, lm.decode(row.prompt_ids)),
+        "round_trip_lcs": (row.round_trip_lcs, text_lcs),
+    }
+    if row.context is not None:
+        full_ids = target.examples[0].context.text_ids(row.prompt_ids)
+        recorded_and_now["full_ids"] = row.full_ids, full_ids
+        recorded_and_now["full_text"] = row.full_text, lm.decode(full_ids)
+    written = now.reasoning_ids or ((),) * len(everything.examples)
+    outputs = split(everything.examples, now.output_ids)
+    for recorded, example, said_ids, reasoning_ids in zip(
+        (*row.examples, *row.held_out), everything.examples, outputs, written, strict=False
+    ):
+        full_text = lm.decode(example.context.text_ids(row.prompt_ids))
+        recorded_and_now[f"example {recorded.id}"] = (
+            (recorded.full_text, recorded.reasoning_ids, recorded.output_ids, recorded.exact),
+            (full_text, reasoning_ids, said_ids, said_ids == example.ids),
+        )
+    problems = (
+        f"{name} is recorded as {recorded!r} but is {value!r}"
+        for name, (recorded, value) in recorded_and_now.items()
+        if recorded != value
+    )
+    return Verified(tuple(problems), is_exact, text_lcs == 1)
+
+
+@torch.no_grad()
+def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
+    """Decode a row's prompt in a model, from its ids and from its text.
+
+    Args:
+        lm: The model.
+        row: With the prompt; its ids are ids of the model unless `as_text`.
+        as_text: Let the model's tokenizer read the target's text, and leave the ids out.
+    """
+    target = target_of(row, lm.bos_id)
+    wanted: list[tuple[int, ...]] = []
+    from_text: list[tuple[int, ...]] = []
+    from_ids: list[tuple[int, ...]] = []
+    for example, text in _whole_texts(row, target):
+        target_ids = tuple(lm.encode(example.text)) if as_text else example.ids
+        if not target_ids or not row.prompt_ids:
+            raise InputError(f"Expected {_name(row)} to have a prompt and a target of tokens.")
+        wanted.append(target_ids)
+        from_text.append(_say(lm, row, example, lm.encode(text), len(target_ids)))
+        if not as_text:
+            ids = example.context.text_ids(row.prompt_ids)
+            lm.check_ids([*ids, *target_ids], _name(row))
+            from_ids.append(_say(lm, row, example, ids, len(target_ids)))
+    return Transfer(
+        target_id=row.target_id,
+        seed=row.seed,
+        method=row.method,
+        model=lm.name,
+        dtype=str(lm.dtype).removeprefix("torch."),
+        was_exact=row.exact,
+        was_lcs=row.lcs,
+        exact=None if as_text else from_ids == wanted,
+        lcs=None if as_text else _mean_lcs(wanted, from_ids),
+        text_exact=from_text == wanted,
+        text_lcs=_mean_lcs(wanted, from_text),
+        output_text="\n".join(lm.decode(ids) for ids in (from_text if as_text else from_ids)),
+    )
+
+
+def _whole_texts(row: Inversion, target: Target) -> Iterator[tuple[Example, str]]:
+    """Each example, and the whole prompt as text."""
+    texts = [example.full_text for example in row.examples]
+    return zip(target.examples, texts or [row.full_text or row.prompt_text], strict=True)
+
+
+def _say(
+    lm: FrozenLM, row: Inversion, example: Example, text_ids: Sequence[int], length: int
+) -> tuple[int, ...]:
+    """The greedy decode of one whole prompt that must fit into the model's positions."""
+    reasoning = example.context.reasoning
+    ids = (*example.context.start_ids, *text_ids)
+    trigger_ids = lm.encode(reasoning.trigger) if reasoning else []
+    between = reasoning.max_tokens + len(trigger_ids) if reasoning else 0
+    limit = lm.max_positions
+    if limit is not None and len(ids) + between + length > limit:
+        raise InputError(
+            f"Expected {_name(row)} to fit into the {limit} positions of {lm.name}, but prompt and "
+            f"target have {len(text_ids)} and {length} tokens."
+        )
+    if reasoning and text_ids:
+        [written] = lm.generate([ids], reasoning.max_tokens)
+        ids = (*ids, *written, *trigger_ids)
+    return decode_alone(lm, ids if text_ids else (), length)
+
+
+def _mean_lcs(wanted: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]]) -> float:
+    ratios = [lcs_ratio(*pair) for pair in zip(wanted, said, strict=True)]
+    return sum(ratios) / len(ratios)
+
+
+def _name(row: Inversion) -> str:
+    return f"row {row.target_id}"

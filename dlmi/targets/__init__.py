@@ -1,0 +1,1 @@
+"""What the LM is to say, and the fixed tokens around a prompt."""

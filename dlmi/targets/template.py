@@ -1,0 +1,252 @@
+"""Templates: texts with blanks for the prompt and fields that each target fills in.
+
+`{slot}` is a blank for tokens of the prompt, `{slot:5}` is one for exactly 5 of them, `{name}` is a
+field of the target's line in the targets file; `{{` and `}}` are braces. All blanks together hold
+`model.prompt_length` tokens: those without a length share what the others leave.
+
+A tokenizer reads a text as a whole, so a piece of a template is tokenised next to what it will
+stand beside, and what cannot keep its tokens there is refused.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.targets.context import Context, Reasoning
+
+_PART = re.compile(r"\{\{|\}\}|\{(?P<name>\w+)(?::(?P<length>\d+))?\}|(?P<stray>[{}])")
+_BLANK = "slot"
+_MARK = "\ue000\ue001"  # private use characters: stand for a blank while a chat is rendered
+# What may stand before a piece: it is tokenised as it would be after a token of the prompt.
+_NEIGHBOURS = (" x", "x", ".")
+
+
+@dataclass(frozen=True)
+class FilledTemplate:
+    """A template with its fields filled in.
+
+    Attributes:
+        context: Its tokens.
+        tail: The text after the last blank, or the trigger that comes after everything.
+        setting: What the tail was made from, as errors call it.
+    """
+
+    context: Context
+    tail: str
+    setting: str = "data.template"
+
+    def with_reasoning(
+        self, lm: FrozenLM, max_tokens: int, trigger: str, setting: str
+    ) -> "FilledTemplate":
+        """The same where the LM first writes reasoning, and the trigger is appended to that.
+
+        Args:
+            lm: The model.
+            max_tokens: Tokens of the reasoning at most.
+            trigger: The text after it.
+            setting: What the trigger was given as, as errors call it.
+        """
+        reasoning = Reasoning(max_tokens, trigger, tuple(lm.encode(trigger)))
+        return FilledTemplate(replace(self.context, reasoning=reasoning), trigger, setting)
+
+    def continuation_ids(self, lm: FrozenLM, text: str, where: str) -> tuple[int, ...]:
+        """Ids of a text that follows the template, as the tokenizer reads them there."""
+        if not self.tail:
+            return tuple(lm.encode(text))
+        reasoning = self.context.reasoning
+        tail_ids = self.context.pieces[-1] if reasoning is None else reasoning.trigger_ids
+        before = _after_neighbour(lm, self.tail, tail_ids)
+        before_ids, together = lm.encode(before), lm.encode(before + text)
+        if together[: len(before_ids)] != before_ids:
+            raise InputError(
+                f"Expected the end of `{self.setting}` and {where} to keep their tokens side by "
+                f"side, but {self.tail[-12:]!r} and {text[:12]!r} are read as other tokens "
+                "together. Move a space or a new line from the end of the former to the start "
+                "of the target, or give the target as `ids`."
+            )
+        return tuple(together[len(before_ids) :])
+
+
+class Template:
+    """A text with blanks.
+
+    Args:
+        text: The template.
+        chat: Whether it is the user's message of a chat, which the tokenizer's own chat template
+            is put around.
+        blanks: Whether it has blanks; else only fields.
+        setting: What it was given as, as errors call it.
+    """
+
+    def __init__(
+        self, text: str, chat: bool = False, blanks: bool = True, setting: str = "data.template"
+    ) -> None:
+        self.text = text
+        self.chat = chat
+        self._setting = setting
+        self._parts = list(_parse(text, setting))
+        lengths = [value for kind, value in self._parts if kind == _BLANK]
+        if blanks and not lengths:
+            raise InputError(
+                f"Expected `{setting}` to have at least one `{{slot}}` for the tokens of the "
+                f"prompt, but got {text!r}."
+            )
+        if lengths and not blanks:
+            raise InputError(f"Expected `{setting}` to have no `{{slot}}`, but got {text!r}.")
+        self.blank_lengths = tuple(int(length) for length in lengths)
+
+    @property
+    def fields(self) -> list[str]:
+        """Names that each target must have."""
+        return [value for kind, value in self._parts if kind == "field"]
+
+    def text_of(self, values: Mapping[str, Any], where: str) -> str:
+        """The text with its fields filled in, and a mark for each blank."""
+        return "".join(
+            _MARK
+            if kind == _BLANK
+            else part
+            if kind == "text"
+            else self._value(part, values, where)
+            for kind, part in self._parts
+        )
+
+    def fill(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> FilledTemplate:
+        """The template of one target.
+
+        Args:
+            lm: Whose tokens it is made of.
+            values: The target's fields.
+            where: How errors call the target.
+        """
+        texts = self._texts(lm, values, where)
+        pieces = []
+        for number, piece in enumerate(texts):
+            ids = lm.encode(piece) if number == 0 else self._ids_after_token(lm, piece)
+            if number + 1 < len(texts):
+                self._check_before_blank(lm, piece)
+            pieces.append(tuple(ids))
+        context = Context(tuple(pieces), self.blank_lengths, template=self.text, chat=self.chat)
+        return FilledTemplate(context, texts[-1], self._setting)
+
+    def ids(
+        self, lm: FrozenLM, values: Mapping[str, Any], prompt: str | Sequence[int], where: str
+    ) -> list[int]:
+        """The template with a prompt in its blanks, as the LM reads it.
+
+        A prompt of ids goes in as those ids. A prompt of text, which needs a template of one blank,
+        is written into the text, and the whole is tokenised, as for someone who pastes it.
+
+        Args:
+            lm: The model.
+            values: The fields.
+            prompt: As text, or as ids.
+            where: How errors call the target.
+        """
+        if not isinstance(prompt, str):
+            return list(self.fill(lm, values, where).context.text_ids(prompt))
+        if len(self.blank_lengths) != 1:
+            raise InputError(
+                f"Expected `{self._setting}` to have one `{{slot}}` for a prompt of text, but got "
+                f"{len(self.blank_lengths)}. Give the prompt as ids."
+            )
+        return lm.encode(prompt.join(self._texts(lm, values, where)))
+
+    def _texts(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> list[str]:
+        """The texts before, between and after the blanks."""
+        text = self.text_of(values, where)
+        if self.chat:
+            text = self._as_chat(lm, text)
+        texts = text.split(_MARK)
+        if len(texts) != len(self.blank_lengths) + 1:
+            raise InputError(
+                f"Expected the chat template of {lm.name} to keep each `{{slot}}` of "
+                f"`{self._setting}` once, but {len(self.blank_lengths)} became {len(texts) - 1}."
+            )
+        return texts
+
+    def _value(self, name: str, values: Mapping[str, Any], where: str) -> str:
+        value = values.get(name)
+        if not isinstance(value, str | int | float):
+            got = "it is missing" if name not in values else f"got {str(value)[:40]!r}"
+            raise InputError(
+                f"Expected {where} to have a text as `{name}`, which `{self._setting}` asks for, "
+                f"but {got}. Only lines of a JSONL file of targets have fields."
+            )
+        return str(value)
+
+    def _as_chat(self, lm: FrozenLM, message: str) -> str:
+        if getattr(lm.tokenizer, "chat_template", None) is None:
+            raise InputError(
+                "Expected an LM whose tokenizer has a chat template with `chat`, but that of "
+                f"{lm.name} has none. Write the marks of its turns into `{self._setting}` instead."
+            )
+        turns = [{"role": "user", "content": message}]
+        text: str = lm.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _ids_after_token(self, lm: FrozenLM, piece: str) -> list[int]:
+        """Ids of a piece that stands after a token of the prompt."""
+        if not piece:
+            return []
+        for neighbour in _NEIGHBOURS:
+            together, alone = lm.encode(neighbour + piece), lm.encode(neighbour)
+            if together[: len(alone)] == alone:
+                return together[len(alone) :]
+        raise InputError(
+            f"Expected what follows a slot in `{self._setting}` to keep its tokens there, but "
+            f"{piece[:20]!r} is read together with whatever stands before it. Start it with a "
+            "space or a new line."
+        )
+
+    def _check_before_blank(self, lm: FrozenLM, piece: str) -> None:
+        """Refuse a space before a blank that the tokenizer would give to the prompt's token."""
+        if not piece[-1:].isspace():
+            return
+        alone = lm.encode(piece)
+        if lm.encode(piece + "x")[: len(alone)] != alone:
+            raise InputError(
+                f"Expected `{self._setting}` to have no {piece[-1]!r} before `{{slot}}`, but got "
+                f"{piece[-12:]!r}: in the final text it belongs to the token after it. Leave it "
+                "out: the tokens of the prompt bring their own spaces."
+            )
+
+
+def find_template(text: str | None, chat: bool) -> Template | None:
+    """The template that is asked for; a chat without a text is a message of the prompt alone."""
+    if text is None:
+        return Template("{slot}", chat) if chat else None
+    return Template(text, chat)
+
+
+def _parse(text: str, setting: str) -> Iterator[tuple[str, str]]:
+    """Kind and value of each part: `text`, `field` with its name, `slot` with a length."""
+    start = 0
+    for match in _PART.finditer(text):
+        yield "text", text[start : match.start()]
+        start = match.end()
+        name, length = match["name"], match["length"]
+        if match["stray"] or (length is not None and (name != _BLANK or int(length) == 0)):
+            raise InputError(
+                f"Expected `{setting}` to hold `{{slot}}`, `{{slot:5}}` and `{{field}}`, with "
+                f"`{{{{` and `}}}}` for braces, but got {match[0]!r} at character "
+                f"{match.start() + 1}."
+            )
+        if name is None:
+            yield "text", match[0][0]
+        else:
+            yield (_BLANK, length or "0") if name == _BLANK else ("field", name)
+    yield "text", text[start:]
+
+
+def _after_neighbour(lm: FrozenLM, piece: str, ids: tuple[int, ...]) -> str:
+    """The piece after the first neighbour that leaves its tokens alone."""
+    for neighbour in _NEIGHBOURS:
+        if lm.encode(neighbour + piece) == [*lm.encode(neighbour), *ids]:
+            return neighbour + piece
+    return piece

@@ -1,0 +1,60 @@
+"""Round trips: prompts whose text encodes to the very ids that were measured.
+
+Tokens that survive decoding and encoding alone may still merge with their neighbours, so a prompt
+is repaired before it is measured. Where its text has other ids of the same number, these are the
+prompt. Else, at the first difference between ids and text, a token is replaced by an alternative.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.targets.context import NO_CONTEXT, Context
+
+_ATTEMPTS = 64  # and a few more for each token of the prompt
+
+
+def round_trips(lm: FrozenLM, ids: Sequence[int], context: Context = NO_CONTEXT) -> bool:
+    """Whether the text of a prompt in its context encodes to the same ids again."""
+    text_ids = context.text_ids(ids)
+    return lm.encode(lm.decode(text_ids)) == list(text_ids)
+
+
+def repair(
+    lm: FrozenLM,
+    context: Context,
+    ids: Sequence[int],
+    alternatives: Sequence[Iterable[int]],
+    allows: Callable[[int], bool],
+) -> list[int]:
+    """A prompt changed as little as it takes to round-trip; unchanged where that fails.
+
+    Args:
+        lm: Whose tokenizer it is.
+        context: What stands around the prompt.
+        ids: The prompt, N ids.
+        alternatives: Token ids to try at each position, in order, N of them.
+        allows: Whether the prompt may hold a token.
+    """
+    repaired = list(ids)
+    positions = context.positions(len(repaired))
+    untried = [iter(tokens) for tokens in alternatives]
+    for attempt in range(_ATTEMPTS + 4 * len(repaired)):
+        text_ids = context.text_ids(repaired)
+        encoded = lm.encode(lm.decode(text_ids))
+        if encoded == list(text_ids):
+            return repaired
+        if len(encoded) == len(text_ids):
+            same_text = [encoded[position] for position in positions]
+            if all(map(allows, same_text)) and round_trips(lm, same_text, context):
+                return same_text
+        # Two tokens that merge: replace the one or the other in turn, so that neither stays.
+        differs = _first_difference(text_ids, encoded)
+        place = min(sum(p < differs for p in positions) + attempt % 2, len(repaired) - 1)
+        repaired[place] = next(untried[place], repaired[place])
+    return list(ids)
+
+
+def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
+    pairs = zip(ids, others, strict=False)
+    shorter = min(len(ids), len(others))
+    return next((i for i, (mine, other) in enumerate(pairs) if mine != other), shorter)

@@ -1,0 +1,272 @@
+"""The tokens that a run's prompts may hold, and what each of them embeds to.
+
+A column of Z stands for a token. What no prompt of the run may hold (`model.allowed_tokens`) has no
+column: Z is smaller and a step is faster. What only the prompt of one target may not hold
+(`model.forbid_target_tokens`) keeps its column, as slots share their shapes, and is barred there: a
+logit of -inf has a weight of exactly 0 and gets a gradient of exactly 0, so it stays barred under
+any optimiser.
+
+Axes: V tokens a prompt may hold, d width, K barred columns, C prompts, N prompt tokens.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.targets.target import Target
+from dlmi.tokens.round_trip import repair, round_trips
+from dlmi.tokens.token_sets import REPLACEMENT, AllowedTokens, select_tokens, token_texts
+
+ForbiddenTokens = Literal["none", "ids", "words"]
+
+_PREFERRED, _RANDOM = 16, 48  # alternatives of a position, for a repair
+
+
+def token_sets_of(allowed: AllowedTokens | None, own: Sequence[str]) -> list[AllowedTokens]:
+    """The sets that a prompt's tokens must be in.
+
+    Args:
+        allowed: The user's choice; None leaves it to the method. An explicit `all` lifts the
+            method's `ascii` and `printable`, but not that special tokens are left out.
+        own: The method's sets.
+
+    >>> token_sets_of(None, ("ascii", "printable")), token_sets_of("all", ("ascii", "printable"))
+    (['ascii', 'printable'], ['all', 'no_special'])
+    """
+    if allowed is None:
+        return list(own)
+    if allowed == "all":
+        own = ["no_special" if name in ("ascii", "printable") else name for name in own]
+    return list(dict.fromkeys([allowed, *own]))
+
+
+class Vocabulary:
+    """Tokens by column.
+
+    Args:
+        lm: Whose tokens they are.
+        token_sets: Sets that a token must be in, each a name or a file (`dlmi.tokens.token_sets`).
+        forbid_target_tokens: What the prompt of a target may not hold: `none`, the target's own
+            `ids`, or all tokens that read like one of its `words`.
+
+    Attributes:
+        lm: The same.
+        token_ids: The token of each column, ascending, (V,).
+        matrix: What each embeds to, (V, d).
+        must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
+    """
+
+    def __init__(
+        self,
+        lm: FrozenLM,
+        token_sets: Sequence[AllowedTokens] = ("all",),
+        forbid_target_tokens: ForbiddenTokens = "none",
+    ) -> None:
+        ids: list[int] = lm.prompt_token_ids.tolist()
+        for name in token_sets:
+            ids = select_tokens(lm, ids, name)
+        if not ids:
+            raise InputError(
+                f"Expected `model.allowed_tokens` to leave at least 1 token of {lm.name}, but "
+                f"{' and '.join(token_sets)} leaves none."
+            )
+        self.lm = lm
+        self.must_round_trip = "round_trip" in token_sets
+        self.token_ids = torch.tensor(ids, device=lm.device)
+        whole = lm.embedding_matrix
+        self.matrix = whole if len(ids) == len(whole) else whole[self.token_ids]
+        self._forbid = forbid_target_tokens
+        self._column_of = {token_id: column for column, token_id in enumerate(ids)}
+        self._by_word = self._words() if forbid_target_tokens == "words" else {}
+        self._barred: dict[tuple[int, ...], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def ids(self, columns: Tensor) -> Tensor:
+        """Columns to token ids, of any shape."""
+        return self.token_ids.to(columns.device)[columns]
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """The inverse of `ids`."""
+        return torch.searchsorted(self.token_ids.to(ids.device), ids.contiguous())
+
+    def for_target(self, target: Target, key: int) -> "TargetTokens":
+        """What the prompt of one target may hold.
+
+        Args:
+            target: What is to be said.
+            key: Seed of the target's own noise.
+        """
+        return TargetTokens(self, target, key)
+
+    def barred_columns(self, target: Target) -> Tensor:
+        """Columns that the prompt of a target may not use, (K,)."""
+        ids = target.ids_to_say
+        if ids not in self._barred:
+            barred = sorted({column for i in set(ids) for column in self._barred_by(i)})
+            columns = torch.tensor(barred, dtype=torch.int64, device=self.token_ids.device)
+            self._barred[ids] = columns
+        return self._barred[ids]
+
+    def check_targets(self, targets: Sequence[Target]) -> None:
+        """Raise `InputError` for a target that leaves no token for its prompt."""
+        for target in targets:
+            if len(self.barred_columns(target)) == len(self):
+                raise InputError(
+                    f"Expected target {target.id} to leave at least 1 token for its prompt, but "
+                    f"`model.forbid_target_tokens: {self._forbid}` bars all {len(self)} that "
+                    "`model.allowed_tokens` allows. Allow more tokens."
+                )
+
+    def fingerprint(self) -> str:
+        """A short hash of the tokens: a file may change and keep its name."""
+        ids = ",".join(str(token_id) for token_id in self._column_of)
+        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+    def _barred_by(self, target_id: int) -> Sequence[int]:
+        """Columns that one token of a target bars."""
+        own = [self._column_of[target_id]] if target_id in self._column_of else []
+        if self._forbid == "none":
+            return ()
+        if self._forbid == "ids":
+            return own
+        word = _word(self.lm.decode([target_id]))
+        return [*own, *([] if word is None else self._by_word.get(word, []))]
+
+    def _words(self) -> dict[str, list[int]]:
+        columns: dict[str, list[int]] = {}
+        for column, text in enumerate(token_texts(self.lm, self._column_of)):
+            if (word := _word(text)) is not None:
+                columns.setdefault(word, []).append(column)
+        return columns
+
+
+class TargetTokens:
+    """The tokens that the prompt of one target may hold.
+
+    Args:
+        vocabulary: What the prompts of the run may hold.
+        target: What is to be said.
+        key: Seed of the target's own noise.
+
+    Attributes:
+        lm: The model.
+        vocabulary: The same.
+        target: The same.
+        must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
+    """
+
+    def __init__(self, vocabulary: Vocabulary, target: Target, key: int) -> None:
+        self.lm = vocabulary.lm
+        self.vocabulary = vocabulary
+        self.target = target
+        self.must_round_trip = vocabulary.must_round_trip
+        self._key = key
+        # Of many examples the first counts: what stands beside the blanks is mostly the same.
+        self._context = target.examples[0].context
+
+    @property
+    def barred_columns(self) -> Tensor:
+        """Columns that the prompt may not use, (K,)."""
+        return self.vocabulary.barred_columns(self.target)
+
+    @functools.cached_property
+    def allowed_columns(self) -> Tensor:
+        """The other columns, (V - K,)."""
+        is_allowed = torch.ones_like(self.vocabulary.token_ids, dtype=torch.bool)
+        is_allowed[self.barred_columns] = False
+        return is_allowed.nonzero()[:, 0]
+
+    @functools.cached_property
+    def _allowed_ids(self) -> frozenset[int]:
+        return frozenset(self.ids(self.allowed_columns).tolist())
+
+    def ids(self, columns: Tensor) -> Tensor:
+        """Columns to token ids, of any shape."""
+        return self.vocabulary.ids(columns)
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """The inverse of `ids`."""
+        return self.vocabulary.columns(ids)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the prompt may hold a token."""
+        return token_id in self._allowed_ids
+
+    def bar_(self, logits: Tensor) -> Tensor:
+        """Set the logits, (..., V), of barred columns to -inf, in place."""
+        return logits.index_fill_(-1, self.barred_columns.to(logits.device), -torch.inf)
+
+    def argmax_ids(self, logits: Tensor) -> Tensor:
+        """The allowed ids of largest logits, (N, V) to (N,); repaired where it must round-trip."""
+        logits = self._barred(logits.detach())
+        return self.repaired(self.ids(logits.argmax(-1))[None], logits)[0]
+
+    def top_ids(self, promises: Tensor, k: int) -> Tensor:
+        """The k allowed ids of largest promise at each position: (N, V) to (N, min(k, V - K))."""
+        count = min(k, len(self.allowed_columns))
+        return self.ids(self._barred(promises).topk(count, dim=-1).indices)
+
+    def random_ids(self, count: int, length: int, rng: torch.Generator) -> Tensor:
+        """Prompts of tokens drawn alike from all that are allowed, (C, N)."""
+        allowed = self.allowed_columns
+        picks = torch.randint(len(allowed), (count, length), generator=rng, device=rng.device)
+        return self.ids(allowed[picks.to(allowed.device)])
+
+    def round_trips(self, ids: Sequence[int]) -> bool:
+        """Whether the text of a prompt, in its context, encodes to the same ids again."""
+        return round_trips(self.lm, ids, self._context)
+
+    def surviving(self, ids: Tensor) -> Tensor:
+        """The prompts that round-trip, (C, N) to (C', N); there may be none."""
+        keep = [self.round_trips(row) for row in ids.tolist()]
+        return ids[torch.tensor(keep, dtype=torch.bool, device=ids.device)]
+
+    def repaired(self, ids: Tensor, preferences: Tensor | None = None) -> Tensor:
+        """Prompts, (C, N), each changed as little as it takes to round-trip, where they must.
+
+        One that cannot be repaired stays as it is. A prompt is always repaired in the same way.
+
+        Args:
+            ids: The prompts.
+            preferences: Logits of the tokens at each position, (N, V): the likeliest are tried
+                first. By default only random tokens are tried.
+        """
+        if not self.must_round_trip:
+            return ids
+        rows: list[list[int]] = ids.tolist()
+        alternatives: list[list[int]] | None = None
+        for number, row in enumerate(rows):
+            if not self.round_trips(row):
+                if alternatives is None:
+                    alternatives = self._alternatives(len(row), preferences)
+                rows[number] = repair(self.lm, self._context, row, alternatives, self.allows)
+        return ids.new_tensor(rows)
+
+    def _alternatives(self, length: int, preferences: Tensor | None) -> list[list[int]]:
+        """Token ids to try at each position, in order."""
+        allowed = self.allowed_columns.cpu()
+        rng = torch.Generator().manual_seed(self._key)
+        columns = allowed[torch.randint(len(allowed), (length, _RANDOM), generator=rng)]
+        if preferences is not None:
+            count = min(_PREFERRED, len(allowed))
+            preferred = self._barred(preferences.detach()).topk(count, dim=-1).indices.cpu()
+            columns = torch.cat([preferred, columns], dim=1)
+        ids: list[list[int]] = self.ids(columns).tolist()
+        return ids
+
+    def _barred(self, logits: Tensor) -> Tensor:
+        """The same as `bar_`, but not in place."""
+        return self.bar_(logits.clone()) if len(self.barred_columns) else logits
+
+
+def _word(text: str) -> str | None:
+    """What a token reads like, whatever its case and spaces; None for part of a character."""
+    return None if REPLACEMENT in text else text.strip().casefold()

@@ -1,0 +1,306 @@
+"""Faults that really happen here: kills, signals, a full disk, cut files, NaN."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers.subprocess_runs import (
+    DATA,
+    HANGS,
+    ROOT,
+    RUN,
+    TARGETS,
+    children,
+    finish,
+    fit_flags,
+    kill_all,
+    make_run,
+    outcome,
+    outcome_in,
+    start,
+    wait_for_rows,
+)
+from safetensors.torch import load_file, save_file
+
+from dlmi import InputError, load_lm, read_rows
+from dlmi.run.callbacks.checkpoint import RunCheckpoint
+from dlmi.run.callbacks.results import ResultWriter
+from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
+
+
+@pytest.fixture
+def expected(data, fit):
+    """The rows of a run that nothing happened to."""
+    return outcome(fit(make_run(), data(**DATA, **TARGETS)).values())
+
+
+def resume(model_folder, tmp_path, *more):
+    flags = ["--trainer.logger.init_args.version", "0", "--continue_run", "true", *more]
+    return finish(start(fit_flags(model_folder(), *flags), tmp_path))
+
+
+# SIGKILL
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_moments(workers, model_folder, tmp_path, expected):
+    """No finished row is lost, none is there twice, the rest is as if nothing had happened."""
+    flags = fit_flags(model_folder(), "--trainer.devices", workers, "--continue_run", "true")
+    flags += ["--trainer.logger.init_args.version", "0"]
+    dice = random.Random(workers)
+    known = set()
+    for rows in (1, 6):
+        process = start(flags, tmp_path)
+        wait_for_rows(process, tmp_path / RUN, rows)
+        time.sleep(dice.uniform(0, 0.5))
+        kill_all(process)
+        process.communicate()
+        found = {r.target_id for r in read_rows(tmp_path / RUN, tolerate_cut=True)}
+        assert known <= found
+        known = found
+    output, _ = resume(model_folder, tmp_path, "--trainer.devices", workers)
+    assert f"goes on: {len(known)} targets are done" in output
+    assert outcome_in(tmp_path / RUN) == expected
+
+
+# Signals that ask
+
+
+def test_sigterm_saves_and_ends_all_workers(model_folder, tmp_path, expected):
+    process = start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
+    wait_for_rows(process, tmp_path / RUN, 2)
+    process.terminate()  # worker 0 alone
+    _, errors = finish(process, exit_code=128 + signal.SIGTERM)
+    assert "Resume with" in errors
+    assert len(find_checkpoints(tmp_path / RUN / "checkpoints")) == 2
+    assert "interrupted" in {row.stop_reason for row in read_rows(tmp_path / RUN)}
+    printed = next(line for line in errors.splitlines() if "python -m dlmi fit" in line)
+    finish(start(printed.split()[3:], tmp_path))
+    assert outcome_in(tmp_path / RUN) == expected
+
+
+def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, expected):
+    """SIGUSR1 comes before the time is up; the same command is then run once more."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\n')
+    (tools / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "invert", "SLURM_NTASKS": "1"}
+    job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    job |= {"PATH": f"{tools}:{os.environ['PATH']}"}
+    process = start(fit_flags(model_folder()), tmp_path, **job)
+    wait_for_rows(process, tmp_path / RUN, 2)
+    process.send_signal(signal.SIGUSR1)
+    finish(process)
+    assert (tools / "calls").read_text() == "requeue 4711\n"
+    assert len(outcome_in(tmp_path / RUN)) < 12 or "interrupted" in {
+        row.stop_reason for row in read_rows(tmp_path / RUN)
+    }
+    output, _ = finish(start(fit_flags(model_folder()), tmp_path, **job, SLURM_RESTART_COUNT="1"))
+    assert "goes on" in output
+    assert outcome_in(tmp_path / RUN) == expected
+    assert (tools / "calls").read_text() == "requeue 4711\n"
+
+
+# Workers that die
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_worker_is_killed_and_the_run_goes_on_with_another_number(
+    victim, model_folder, tmp_path, expected
+):
+    process = start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
+    wait_for_rows(process, tmp_path / RUN, 2)
+    [other] = children(process)
+    os.kill([process.pid, other][victim], signal.SIGKILL)
+    if victim == 1:
+        _, errors = finish(process, exit_code=1)
+        assert "worker 1 of 2 has ended (killed by SIGKILL), so the run stops" in errors
+        assert "Resume with" in errors
+    else:
+        _, errors = process.communicate(timeout=HANGS)  # worker 1 has the same pipe
+        assert process.returncode == -signal.SIGKILL
+        assert "so the run stops" in errors
+        assert "Traceback" not in errors
+    output, _ = resume(model_folder, tmp_path, "--trainer.devices", "1")
+    assert "go on where they stopped" in output
+    assert outcome_in(tmp_path / RUN) == expected
+
+
+# Disks that are full
+
+
+def in_small_disk(tmp_path, kilobytes):
+    """A prefix that runs a command with a file system of that size at `tmp_path / "disk"`."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size={kilobytes}k none "{disk}" && exec "$@"'
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"]).returncode:
+        pytest.skip("needs a system that lets a user mount a file system of their own")
+    return prefix, disk
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "flags", "said"),
+    [
+        (96, ["--trainer.logger", "false"], "results.jsonl could not be written"),
+        (200, ["--checkpoint.every_n_steps", "1"], "last.ckpt could not be written"),
+        (48, [], "the disk is full"),  # TensorBoard fills it
+    ],
+    ids=["row", "checkpoint", "events"],
+)
+def test_a_full_disk_ends_the_run_with_a_line(kilobytes, flags, said, model_folder, tmp_path):
+    """What was written before is copied out of the small disk by the same shell and read."""
+    prefix, disk = in_small_disk(tmp_path, kilobytes)
+    rescued = tmp_path / "rescued"
+    script = f'"$@"; code=$?; cp -r "{disk}" "{rescued}"; exit $code'
+    place = ["--trainer.default_root_dir", disk]
+    if "--trainer.logger" not in flags:
+        place = ["--trainer.logger.init_args.save_dir", disk]
+    flags = ["--checkpoint.every_n_steps", "100000", *flags, *place, "--data.targets.per_k", "40"]
+    process = start(
+        fit_flags(model_folder(), *flags), tmp_path, prefix=[*prefix, "sh", "-c", script, "sh"]
+    )
+    _, errors = finish(process, exit_code=1)
+    [line] = errors.splitlines()
+    assert line.startswith("dlmi: stopped: ")
+    assert said in line
+    if "results.jsonl" in said:
+        rows = read_rows(rescued)
+        assert rows
+        assert {row.stop_reason for row in rows} <= {"solved", "budget"}
+    if "last.ckpt" in said:
+        [checkpoint] = find_checkpoints(rescued / RUN / "checkpoints")
+        assert read_checkpoint(checkpoint)["inversion"]["slots"]
+
+
+# Files that are cut
+
+
+@pytest.fixture
+def interrupted(data, fit, tmp_path):
+    """A run that ended early, with two checkpoints, and what resumes it."""
+
+    def run(**options):
+        return fit(
+            make_run(steps=20),
+            data(per_k=2),
+            callbacks=[ResultWriter(), RunCheckpoint(every_n_steps=5)],
+            enable_checkpointing=True,
+            default_root_dir=tmp_path / "run",
+            **options,
+        )
+
+    run(max_steps=12)
+    return run, tmp_path / "run" / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+def test_a_checkpoint_cut_short_gives_way_to_the_one_before(keep, interrupted, data, fit):
+    run, path = interrupted
+    size = path.stat().st_size
+    os.truncate(path, keep if isinstance(keep, int) else int(keep * size))
+    with pytest.warns(UserWarning, match="the checkpoint before it is used"):
+        rows = run(ckpt_path=path)
+    assert outcome(rows.values()) == outcome(fit(make_run(steps=20), data(per_k=2)).values())
+
+
+def test_without_one_before_it_is_refused(interrupted):
+    run, path = interrupted
+    os.truncate(path, 1000)
+    previous(path).unlink()
+    with pytest.raises(InputError, match="to be a whole checkpoint of dlmi"):
+        run(ckpt_path=path)
+
+
+def test_a_checkpoint_is_never_half_there(interrupted, monkeypatch):
+    """A crash while writing leaves the file and the one before it as they were."""
+    run, path = interrupted
+    held = path.read_bytes(), previous(path).read_bytes()
+
+    def crash(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(SystemExit):
+        run(ckpt_path=path)
+    assert (path.read_bytes(), previous(path).read_bytes()) == held
+
+
+# NaN
+
+
+@pytest.fixture
+def poisoned(model_folder, tmp_path):
+    """The tiny LM with a token that no prompt may hold and whose embedding is not a number."""
+    folder = tmp_path / "poisoned"
+    shutil.copytree(model_folder("llama_untied"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][31] = float("nan")  # the tokenizer ends at 30
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_target_without_a_finite_loss_fails_alone(poisoned, data, fit, tmp_path, precision):
+    lines = [{"id": "bad", "ids": [5, 31, 6]}, *({"id": f"ok{i}", "ids": [4, i]} for i in (7, 8))]
+    targets = tmp_path / "targets.jsonl"
+    targets.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"lm": str(poisoned), "dtype": "float32", "batch_size": 3}
+    rows = fit(
+        make_run(),
+        data(**options, file=targets),
+        callbacks=[ResultWriter()],
+        precision=precision,
+    )
+    assert rows["bad"].stop_reason == "failed"
+    assert rows["bad"].failure == "the loss is nan at step 1"
+    assert rows["bad"].steps == 1
+    targets.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
+    alone = fit(make_run(), data(**options, file=targets), precision=precision)
+    del rows["bad"]
+    if precision == "32-true":
+        assert outcome(rows.values()) == outcome(alone.values())
+    assert {row.stop_reason for row in rows.values()} <= {"solved", "budget"}
+    stored = {row.target_id: row for row in read_rows(tmp_path)}
+    assert stored["bad"].failure == "the loss is nan at step 1"
+    assert "NaN" not in (tmp_path / "results.jsonl").read_text()
+
+
+def test_a_failed_target_is_not_tried_again(poisoned, data, fit, tmp_path):
+    target = [{"id": "bad", "ids": [5, 31, 6]}]
+    (tmp_path / "t.jsonl").write_text(json.dumps(target[0]))
+    options = {"lm": str(poisoned), "dtype": "float32", "file": tmp_path / "t.jsonl"}
+    fit(make_run(), data(**options), callbacks=[ResultWriter()])
+    writer = ResultWriter()
+    writer.continues = True
+    fit(make_run(), data(**options), callbacks=[writer])
+    assert len(read_rows(tmp_path)) == 1
+
+
+def test_the_lm_itself_is_fine(poisoned):
+    assert load_lm(str(poisoned)).prompt_token_ids.tolist() == list(range(31))
+
+
+# All of it together, again and again
+
+
+def test_a_short_soak():
+    """Killed three times with two workers; `scripts/soak.py` does it at length."""
+    script = [sys.executable, ROOT / "scripts" / "soak.py", "--targets", "24", "--slots", "2"]
+    options = ["--steps", "60", "--lives", "3", "--kill_within", "0.5"]
+    ended = subprocess.run([*script, *options], capture_output=True, text=True)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    report = json.loads(ended.stdout[ended.stdout.index("{") :])
+    shutil.rmtree(report["folder"])
+    assert report["rows"] == 24
+    assert report["deaths"] == 3
+    assert report["differing"] == []
