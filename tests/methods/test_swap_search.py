@@ -412,7 +412,7 @@ def test_an_echo_is_a_better_start_than_random_tokens():
     starts = [echo_prompts(tokens, 20, 8, rng), tokens.random_ids(8, 20, rng)]
     scores = Engine(vocabulary)([Pass(ids, target.examples, like_ids=ids[0]) for ids in starts])
     echo, random = (one.losses for one in scores)
-    assert echo.mean() < random.mean() - 0.5  # 2.8 and 4.1 when written; rounding moves single prompts
+    assert echo.mean() < random.mean() - 0.5  # 2.8 and 4.1; single prompts vary by CPU
     assert echo.min() < random.min()
     [evaluation] = evaluate(lm, starts[0][:1], [target], [0])
     assert evaluation.discrete_loss == pytest.approx(float(scores[0].losses[0]), abs=1e-4)
