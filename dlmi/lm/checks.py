@@ -1,16 +1,12 @@
-"""What a `transformers` model must be like to be inverted, and how it reads a token."""
+"""What a `transformers` model must be like to be inverted, and what it reads for a token."""
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dlmi.errors import InputError
-
-if TYPE_CHECKING:
-    from dlmi.lm.frozen_lm import FrozenLM
 
 
 def read_embedding_matrix(model: Any) -> Tensor:
@@ -38,59 +34,43 @@ def gather_head_input(model: Any) -> None:
 
 
 @torch.no_grad()
-def check_invertible(lm: "FrozenLM") -> None:
-    """Refuse by name what cannot be inverted: no soft prompts, or not causal."""
-    this = f"{lm.name} ({type(lm.model).__name__})"
-    if "inputs_embeds" not in inspect.signature(lm.model.forward).parameters:
+def check_invertible(model: Any, name: str, ids: Tensor, embedding_matrix: Tensor) -> None:
+    """Refuse what cannot be inverted, no soft prompts or not causal; some ids, (1, L), tell."""
+    this = f"{name} ({type(model).__name__})"
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         raise InputError(
             f"{this} does not accept `inputs_embeds`, so a soft prompt cannot be fed to it. "
             "Choose another model."
         )
-    ids = lm.prompt_token_ids[torch.linspace(0, len(lm.prompt_token_ids) - 1, 4).long()]
-    ids = ids[None].to(lm.device)
-    by_ids = lm.model(input_ids=ids, use_cache=False).logits.float()
-    by_embeds = lm.model(inputs_embeds=lm.embed(ids), use_cache=False).logits.float()
-    scale = by_ids.abs().max().clamp_min(1e-6)
-    if (by_ids - by_embeds).abs().max() > 0.02 * scale:
+    by_ids = model(input_ids=ids, use_cache=False).logits.float()
+    by_embeds = model(inputs_embeds=embedding_matrix[ids], use_cache=False).logits.float()
+    tolerance = 0.02 * by_ids.abs().max().clamp_min(1e-6)
+    if (by_ids - by_embeds).abs().max() > tolerance:
         raise InputError(
             f"{this} answers differently to token ids and to their embeddings, so a soft "
             "prompt would mean something else. Choose another model."
         )
     other_ids = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
-    by_other = lm.model(input_ids=other_ids, use_cache=False).logits.float()
-    if (by_ids - by_other)[:, :-1].abs().max() > 0.02 * scale:
+    by_other = model(input_ids=other_ids, use_cache=False).logits.float()
+    if (by_ids - by_other)[:, :-1].abs().max() > tolerance:
         raise InputError(
             f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
             "models. Choose a decoder LM."
         )
 
 
-def check_ids(lm: "FrozenLM", ids: Sequence[int], what: str) -> None:
-    """Raise `InputError` unless every id is a token that the LM can read and write."""
-    rows = lm.embedding_matrix.shape[0]
-    for token_id in ids:
-        if not 0 <= token_id < rows:
-            raise InputError(
-                f"Expected {what} to hold token ids of {lm.name} (0 to {rows - 1}), "
-                f"but got {token_id}. Was it made for another model?"
-            )
-
-
-def find_bos_id(lm: "FrozenLM", bos: str | int | None) -> int:
+def find_bos_id(tokenizer: Any, bos: str | int | None, name: str) -> int:
     """The token that stands before a text: the override, else BoS, else EoS."""
-    if isinstance(bos, str):
-        bos_id = lm.tokenizer.get_vocab().get(bos)
-        if bos_id is None:
-            raise InputError(
-                f"Expected `bos` to be a token of {lm.name}, but got {bos!r}. "
-                "Give the token's exact text or its id."
-            )
-        return int(bos_id)
-    for candidate in (bos, lm.tokenizer.bos_token_id, lm.eos_id):
+    wanted = tokenizer.get_vocab().get(bos) if isinstance(bos, str) else bos
+    if bos is not None and wanted is None:
+        raise InputError(
+            f"Expected `bos` to be a token of {name}, but got {bos!r}. Give the token's exact text "
+            "or its id."
+        )
+    for candidate in (wanted, tokenizer.bos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
-            lm.check_ids([candidate], "`bos`")
             return int(candidate)
     raise InputError(
-        f"The tokenizer of {lm.name} has neither BoS nor EoS, so there is nothing to start "
-        "a target from. Name a token with `bos`, or give targets as `texts`."
+        f"The tokenizer of {name} has neither BoS nor EoS, so there is nothing to start a target "
+        "from. Name a token with `bos`, or give targets as `texts`."
     )

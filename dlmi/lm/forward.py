@@ -12,12 +12,7 @@ from dlmi.lm.precision import PassPrecision
 
 
 class Forward:
-    """Embeddings to logits.
-
-    Args:
-        model: Of `transformers`.
-        precision: What its passes run in, where that is not its own dtype.
-    """
+    """Embeddings to logits by a model of `transformers`."""
 
     def __init__(self, model: Any, precision: PassPrecision) -> None:
         self._model = model
@@ -38,7 +33,6 @@ class Forward:
             use_cache: Whether a cache comes back.
             is_compiled: Whether to compile it; only passes with a gradient and no cache are.
         """
-        device = inputs_embeds.device
         cache_out = None
         is_plain = inputs_embeds.requires_grad and cache is None and not use_cache
         if is_compiled and is_plain and self._can_compile:
@@ -47,7 +41,8 @@ class Forward:
             output = self._call(inputs_embeds, keep, cache, use_cache or cache is not None)
             logits, cache_out = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # Where prompts are made (the head may lie elsewhere), in float32 or better.
-        return logits.to(device, torch.promote_types(logits.dtype, torch.float32)), cache_out
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(inputs_embeds.device, dtype), cache_out
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         try:

@@ -8,18 +8,19 @@ are computed once. Nothing here ever changes a weight.
 Axes: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM, d embedding width.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dlmi.errors import InputError
 from dlmi.lm import checks, generation
 from dlmi.lm.forward import Forward
 from dlmi.lm.memory import RowsPerPass
-from dlmi.lm.placement import dtype_name, fingerprint, is_spread, weight_devices
+from dlmi.lm.placement import dtype_name, fingerprint
 from dlmi.lm.precision import PassPrecision
 from dlmi.lm.prefix import Prefix, make_cache, read_layers
 from dlmi.metrics import perplexity
@@ -43,8 +44,9 @@ class FrozenLM:
         rows_per_pass: Cuts passes over many rows to what fits into memory.
         precision: What its passes run in, where that is not its own dtype.
         compile_passes: Whether passes that gradients go through are compiled.
-        kept_prefixes: How many prefixes are kept, those used last, with their keys and values.
         end_ids: Tokens that end a text of the LM.
+        embedding_matrix: What the LM reads for each id, (rows, d).
+        prompt_token_ids: The ids a prompt may hold: rows that no token uses are left out.
     """
 
     def __init__(
@@ -63,17 +65,18 @@ class FrozenLM:
         self.rows_per_pass = RowsPerPass()
         self.precision = PassPrecision()
         self.compile_passes = False
-        self.kept_prefixes = 32
-        self._prefixes: dict[tuple[int, ...], Prefix] = {}
         self._run = Forward(model, self.precision)
-        self.embedding_matrix = checks.read_embedding_matrix(model)  # (rows, d)
-        rows = self.embedding_matrix.shape[0]
-        # The ids a prompt may hold: rows that no token uses never get a column in Z.
-        known_ids = {i for i in tokenizer.get_vocab().values() if i < rows}
+        self.embedding_matrix = checks.read_embedding_matrix(model)
+        known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
         self.end_ids = generation.replace_config(model, self.eos_id)
-        checks.check_invertible(self)
+        some_ids = self.prompt_token_ids[torch.linspace(0, len(known_ids) - 1, 4).long()]
+        checks.check_invertible(model, name, some_ids[None].to(self.device), self.embedding_matrix)
         checks.gather_head_input(model)
+
+    def __repr__(self) -> str:
+        kind = type(self.model).__name__
+        return f"FrozenLM({self.name!r}, {kind}, {self.dtype_name}, {self.device})"
 
     @property
     def device(self) -> torch.device:
@@ -94,12 +97,13 @@ class FrozenLM:
     @property
     def is_spread(self) -> bool:
         """Whether its layers lie on several devices, or are brought in for each pass."""
-        return is_spread(self.model)
+        return getattr(self.model, "_hf_hook", None) is not None  # accelerate's
 
     @property
     def devices(self) -> list[torch.device]:
-        """All devices that hold its weights."""
-        return weight_devices(self.model)
+        """All devices that hold its weights; what is offloaded is computed on one of them."""
+        found = {p.device for p in self.model.parameters() if p.device.type != "meta"}
+        return sorted(found, key=str)
 
     @property
     def max_positions(self) -> int | None:
@@ -115,11 +119,19 @@ class FrozenLM:
     @property
     def bos_id(self) -> int:
         """The token that stands before a text: the override, else BoS, else EoS."""
-        return checks.find_bos_id(self, self._bos)
+        bos_id = checks.find_bos_id(self.tokenizer, self._bos, self.name)
+        self.check_ids([bos_id], "`bos`")
+        return bos_id
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""
-        checks.check_ids(self, ids, what)
+        rows = len(self.embedding_matrix)
+        for token_id in ids:
+            if not 0 <= token_id < rows:
+                raise InputError(
+                    f"Expected {what} to hold token ids of {self.name} (0 to {rows - 1}), "
+                    f"but got {token_id}. Was it made for another model?"
+                )
 
     def encode(self, text: str) -> list[int]:
         """Text to ids, with no special tokens added."""
@@ -137,26 +149,12 @@ class FrozenLM:
         """Ids to embeddings by plain lookup: (...) to (..., d)."""
         return F.embedding(ids, self.embedding_matrix)
 
-    def prefix(self, ids: Sequence[int]) -> Prefix:
-        """Fixed tokens, with keys and values that are computed at the first call and kept."""
-        key = tuple(ids)
-        prefix = self._prefixes.pop(key, None)
-        if prefix is None:
-            prefix = self.read_prefix(torch.tensor(key, device=self.device))
-        self._prefixes[key] = prefix  # a dictionary keeps its order: the one used last is last
-        while len(self._prefixes) > self.kept_prefixes:
-            del self._prefixes[next(iter(self._prefixes))]
-        return prefix
-
     @torch.no_grad()
     def read_prefix(self, ids: Tensor, known: Prefix | None = None) -> Prefix:
-        """Tokens (L,) with their keys and values, computed now, in the LM's own dtype.
+        """Tokens (L,), after a known prefix if there is one, with their keys and values.
 
-        They may be kept for measurements, which autocast must not touch.
-
-        Args:
-            ids: The tokens.
-            known: What stands before them, and becomes part of the prefix.
+        These are in the LM's own dtype: they may be kept for measurements, which autocast must not
+        touch.
         """
         with self.precision.set_to(None):
             _, cache = self._forward(self.embed(ids)[None], keep=1, use_cache=True, prefix=known)
@@ -164,11 +162,7 @@ class FrozenLM:
         return Prefix(all_ids, read_layers(cache))
 
     def target_logits(
-        self,
-        prompt_embeds: Tensor,
-        target_ids: Tensor,
-        prefix: Prefix | None = None,
-        hooks: bool = False,
+        self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
     ) -> Tensor:
         """Teacher forcing: the logits that predict each target token after the true ones before it.
 
@@ -177,18 +171,20 @@ class FrozenLM:
             target_ids: (R, M). Rows may be padded on the right with any id: a causal LM's earlier
                 logits do not depend on it.
             prefix: Fixed tokens before the prompt.
-            hooks: Whether hooks of the caller must run: such a pass is not compiled.
 
         Returns:
             (R, M, V), in float32 or better.
         """
         inputs_embeds = self._join(prompt_embeds, target_ids)
-        return self.last_logits(inputs_embeds, target_ids.shape[1], prefix, hooks)
+        return self.last_logits(inputs_embeds, target_ids.shape[1], prefix)
 
     def last_logits(
         self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None, hooks: bool = False
     ) -> Tensor:
-        """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
+        """Logits of the last positions of any input: (R, T, d) to (R, keep, V).
+
+        Where `hooks` of the caller must run, the pass is not compiled.
+        """
         logits, _ = self._forward(inputs_embeds, keep, prefix=prefix, hooks=hooks)
         return logits
 
@@ -216,9 +212,12 @@ class FrozenLM:
         return torch.cat(list(self._decode(prompt_embeds, num_tokens, next_embeds, prefix)), dim=1)
 
     @torch.no_grad()
-    def greedy(self, prompt_ids: Tensor, num_tokens: int, prefix: Prefix | None = None) -> Tensor:
+    def greedy(
+        self, prompt_ids: Tensor, num_tokens: int, prefix: Prefix | None = None, cache: Any = None
+    ) -> Tensor:
         """What the LM says to a discrete prompt: (R, N) ids to (R, num_tokens) ids."""
-        return self._greedy(self.embed(prompt_ids), num_tokens, prefix)
+        steps = self._decode(self.embed(prompt_ids), num_tokens, prefix=prefix, cache=cache)
+        return torch.cat([logits.argmax(-1) for logits in steps], dim=1)
 
     @torch.no_grad()
     def forced_and_greedy(
@@ -247,10 +246,9 @@ class FrozenLM:
             return logits, output_ids
         layers = read_layers(cache)
         if layers is None:
-            return logits, self._greedy(prompt_embeds, length, prefix)
+            return logits, self.free_run(prompt_embeds, length, prefix=prefix).argmax(-1)
         known = make_cache(layers, layers[0][0].shape[2] - (length - 1) + right)
-        next_embeds = self.embed(output_ids[:, right : right + 1])
-        rest_ids = self._greedy(next_embeds, length - 1 - right, cache=known)
+        rest_ids = self.greedy(output_ids[:, right : right + 1], length - 1 - right, cache=known)
         return logits, torch.cat([output_ids[:, : right + 1], rest_ids], dim=1)
 
     def generate(
@@ -296,9 +294,13 @@ class FrozenLM:
         """A short hash over the head of every weight: tells models apart, costs no time."""
         return fingerprint(self.model)
 
-    def mixed_precision(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def mixed_precision(self) -> Iterator[None]:
         """Within, the autocast that is on outside reaches the LM's passes and nothing else."""
-        return self.precision.only_in_passes(self.device.type)
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        with torch.autocast(kind, enabled=False), self.precision.set_to(dtype):
+            yield
 
     def _join(self, prompt_embeds: Tensor, target_ids: Tensor) -> Tensor:
         """Prompt and all of the target but its last token, (R, N+M-1, d)."""
@@ -323,12 +325,6 @@ class FrozenLM:
                     inputs_embeds = self.embed(logits.argmax(dim=-1))
                 else:
                     inputs_embeds = next_embeds(logits, step).to(self.dtype)
-
-    def _greedy(
-        self, embeds: Tensor, num_tokens: int, prefix: Prefix | None = None, cache: Any = None
-    ) -> Tensor:
-        steps = self._decode(embeds, num_tokens, prefix=prefix, cache=cache)
-        return torch.cat([logits.argmax(-1) for logits in steps], dim=1)
 
     def _forward(
         self,

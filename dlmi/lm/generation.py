@@ -5,21 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from dlmi.errors import InputError
-
-IsComplete = Callable[[list[int]], bool]
 
 
 def replace_config(model: Any, eos_id: int | None) -> list[int]:
     """Take out the settings that a model comes with; gives the tokens that end its texts.
 
     `generate` fills in from there what is not said: a shipped repetition penalty would leak in.
-
-    Args:
-        model: Of `transformers`.
-        eos_id: The tokenizer's end of sequence, if it has one.
     """
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
@@ -45,12 +40,13 @@ def check_lengths(
             )
 
 
+@torch.no_grad()
 def generate(
     model: Any,
     rows: Sequence[Sequence[int]],
     max_tokens: int,
     end_ids: Sequence[int],
-    is_complete: IsComplete | None,
+    is_complete: Callable[[list[int]], bool] | None,
     batch_size: int,
 ) -> list[list[int]]:
     """What a model says greedily after each row of ids.
@@ -63,58 +59,42 @@ def generate(
         is_complete: Whether the new ids of a row are enough; the last of them is kept.
         batch_size: Rows side by side; sorted by length, so that few are padded.
     """
+    device = model.get_input_embeddings().weight.device
+    pad_id = end_ids[0] if end_ids else 0
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=list(end_ids) or None,
+        pad_token_id=pad_id,
+    )
+
+    def kept(ids: list[int]) -> list[int]:
+        for count, token_id in enumerate(ids):
+            if token_id in end_ids:
+                return ids[:count]
+            if is_complete is not None and is_complete(ids[: count + 1]):
+                return ids[: count + 1]
+        return ids
+
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     said: list[list[int]] = [[] for _ in rows]
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        batch = [rows[row] for row in members]
-        new_rows = _generate_batch(model, batch, max_tokens, end_ids, is_complete)
-        for row, new_ids in zip(members, new_rows, strict=True):
-            said[row] = _cut(new_ids, end_ids, is_complete)
+        texts = [torch.tensor(rows[row], device=device) for row in members]
+        masks = [torch.ones_like(text) for text in texts]
+        width = max(map(len, texts))
+
+        def are_complete(ids: Tensor, scores: Any, width: int = width, **_: Any) -> Tensor:
+            assert is_complete is not None
+            done = [is_complete(new_ids) for new_ids in ids[:, width:].tolist()]
+            return torch.tensor(done, device=ids.device)
+
+        output_ids = model.generate(
+            input_ids=pad_sequence(texts, True, pad_id, "left"),
+            attention_mask=pad_sequence(masks, True, 0, "left"),
+            stopping_criteria=[] if is_complete is None else [are_complete],
+            generation_config=config,
+        )
+        for row, new_ids in zip(members, output_ids[:, width:].tolist(), strict=True):
+            said[row] = kept(new_ids)
     return said
-
-
-@torch.no_grad()
-def _generate_batch(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    max_tokens: int,
-    end_ids: Sequence[int],
-    is_complete: IsComplete | None,
-) -> list[list[int]]:
-    """New ids of rows that are padded on the left; after the end of a row comes padding."""
-    device = model.get_input_embeddings().weight.device
-    width = max(map(len, rows))
-    pad_id = end_ids[0] if end_ids else 0
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-
-    def are_complete(ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        said = ids[:, width:].tolist()
-        done = [is_complete is not None and is_complete(new_ids) for new_ids in said]
-        return torch.tensor(done, device=ids.device)
-
-    output_ids = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        stopping_criteria=[] if is_complete is None else [are_complete],
-        generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=list(end_ids) or None,
-            pad_token_id=pad_id,
-        ),
-    )
-    new_rows: list[list[int]] = output_ids[:, width:].tolist()
-    return new_rows
-
-
-def _cut(ids: list[int], end_ids: Sequence[int], is_complete: IsComplete | None) -> list[int]:
-    """The new ids of a row without its end, and without the padding after that."""
-    for count, token_id in enumerate(ids):
-        if token_id in end_ids:
-            return ids[:count]
-        if is_complete is not None and is_complete(ids[: count + 1]):
-            return ids[: count + 1]
-    return ids

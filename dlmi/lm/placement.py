@@ -150,16 +150,6 @@ def check_placed(model: Any, device: torch.device) -> None:
         )
 
 
-def is_spread(model: Any) -> bool:
-    """Whether accelerate's hooks move inputs and weights between devices."""
-    return getattr(model, "_hf_hook", None) is not None
-
-
-def weight_devices(model: Any) -> list[torch.device]:
-    """The devices that hold weights; what is offloaded is computed on one of them."""
-    return sorted({p.device for p in model.parameters() if p.device.type != "meta"}, key=str)
-
-
 def fingerprint(model: Any) -> str:
     """A short hash over the head of every weight, wherever it lies."""
     digest = hashlib.sha256()

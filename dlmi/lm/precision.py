@@ -24,14 +24,6 @@ class PassPrecision:
         self.dtype: torch.dtype | None = None
 
     @contextlib.contextmanager
-    def only_in_passes(self, device_type: str) -> Iterator[None]:
-        """Within, the autocast that is on outside reaches the LM's passes and nothing else."""
-        is_on = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_on else None
-        with torch.autocast(device_type, enabled=False), self.set_to(dtype):
-            yield
-
-    @contextlib.contextmanager
     def set_to(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Another dtype within; None is the LM's own."""
         before, self.dtype = self.dtype, dtype

@@ -51,9 +51,9 @@ def test_a_spread_lm_is_the_same_lm(plain_and_spread):
     found = []
     for lm in (plain, spread):
         embeds = lm.embed(ids).requires_grad_()
-        logits = lm.target_logits(embeds, target_ids, lm.prefix([2, 3]))
+        logits = lm.target_logits(embeds, target_ids, lm.read_prefix(torch.tensor([2, 3])))
         [gradient] = torch.autograd.grad(logits.log_softmax(-1)[..., 3].sum(), embeds)
-        free = lm.free_run(lm.embed(ids), 3, prefix=lm.prefix([2]))
+        free = lm.free_run(lm.embed(ids), 3, prefix=lm.read_prefix(torch.tensor([2])))
         forced, greedy_ids = lm.forced_and_greedy(lm.embed(ids), target_ids)
         target = Target.single("t", (3, 4, 5), "")
         [scores] = Engine(Vocabulary(lm))([Pass(ids, target.examples, like_ids=ids[0])])

@@ -105,9 +105,9 @@ def test_passes_with_a_gradient_are_compiled_unless_hooks_must_run(tiny, monkeyp
     lm.compile_passes = True
     torch.testing.assert_close(lm.target_logits(embeds, target_ids), expected)
     assert shapes == [(2, 4, 16)]
-    lm.target_logits(embeds, target_ids, hooks=True)
+    lm.last_logits(embeds, 2, hooks=True)
     lm.target_logits(embeds.detach(), target_ids)
-    lm.target_logits(embeds, target_ids, lm.prefix([4]))
+    lm.target_logits(embeds, target_ids, lm.read_prefix(torch.tensor([4])))
     lm.free_run(embeds, 2)
     with scaled_norm_gradients(lm, 0.5):
         lm.target_logits(embeds, target_ids)
@@ -160,31 +160,17 @@ def test_a_cached_prefix_is_the_same_as_reading_it(lm):
     gradients = []
     for embeds, prefix in (
         (lm.embed(whole_ids), None),
-        (lm.embed(prompt_ids), lm.prefix(prefix_ids.tolist())),
+        (lm.embed(prompt_ids), lm.read_prefix(prefix_ids)),
     ):
         leaf = embeds.clone().requires_grad_()
         logits = lm.target_logits(leaf, target_ids, prefix)
         [gradient] = torch.autograd.grad(logits.logsumexp(-1).sum(), leaf)
         gradients.append((logits.detach(), gradient[:, -5:]))
     torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
-    prefix = lm.prefix(prefix_ids.tolist())
+    prefix = lm.read_prefix(prefix_ids)
     assert torch.equal(lm.greedy(prompt_ids, 6, prefix), lm.greedy(whole_ids, 6))
     free = lm.free_run(lm.embed(prompt_ids), 6, prefix=prefix)
     torch.testing.assert_close(free, lm.free_run(lm.embed(whole_ids), 6), rtol=1e-7, atol=1e-9)
-
-
-def test_a_prefix_is_read_once(tiny):
-    assert tiny.prefix([5, 6]) is tiny.prefix([5, 6])
-    assert tiny.prefix([5, 6]).layers is not None
-
-
-def test_prefixes_that_were_not_used_for_long_are_let_go(tiny, monkeypatch):
-    monkeypatch.setattr(tiny, "kept_prefixes", 2)
-    first, second = tiny.prefix([5, 6]), tiny.prefix([5, 7])
-    assert tiny.prefix([5, 6]) is first
-    tiny.prefix([5, 8])  # the second was used longest ago
-    assert tiny.prefix([5, 6]) is first
-    assert tiny.prefix([5, 7]) is not second
 
 
 def test_a_prefix_grows_from_what_is_known(lm):
@@ -200,7 +186,7 @@ def test_a_prefix_grows_from_what_is_known(lm):
 @pytest.mark.parametrize("prefix_ids", [[], [4, 9]])
 def test_forced_and_greedy_are_those_run_apart(lm, prefix_ids):
     """With right beginnings of every length, from nothing to the whole target."""
-    prefix = lm.prefix(prefix_ids) if prefix_ids else None
+    prefix = lm.read_prefix(torch.tensor(prefix_ids)) if prefix_ids else None
     prompt_ids = random_ids(lm, 6, 5)
     target_ids = lm.greedy(prompt_ids, 5, prefix)
     for row in range(1, 6):
@@ -264,6 +250,10 @@ def test_half_precision_gives_float32_logits(model_folder, dtype):
     logits = lm.target_logits(lm.embed(random_ids(lm, 1, 3)).float(), random_ids(lm, 1, 2))
     assert lm.dtype == getattr(torch, dtype)
     assert logits.dtype == torch.float32
+
+
+def test_an_lm_says_what_it_is(tiny):
+    assert repr(tiny) == f"FrozenLM({tiny.name!r}, LlamaForCausalLM, float64, cpu)"
 
 
 def test_fingerprint_tells_models_apart(model_folder):

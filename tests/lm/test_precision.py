@@ -118,7 +118,7 @@ def test_a_kept_prefix_is_in_the_lms_own_dtype(data):
     targets.load()
     lm = targets.lm
     with torch.autocast("cpu", torch.bfloat16), lm.mixed_precision():
-        [(keys, _), *_] = lm.prefix([lm.bos_id]).layers
+        [(keys, _), *_] = lm.read_prefix(torch.tensor([lm.bos_id])).layers
     assert keys.dtype == torch.float32
 
 
