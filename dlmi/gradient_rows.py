@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmi.errors import InputError
-from dlmi.jsonl import build, parse_object, read_lines, to_line
+from dlmi.jsonl import build, read_objects, to_line
 
 FILE_NAME = "gradients.jsonl"
 
@@ -132,18 +132,14 @@ def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
     """
     if path.is_dir():
         path = path / FILE_NAME
-    rows, notes = [], []
     try:
-        for number, line in read_lines(path):
-            try:
-                rows.append(GradientRow.from_json(parse_object(line)))
-            except InputError:
-                notes.append(f"{path}, line {number}")
+        found = list(read_objects(path, GradientRow.from_json))
     except OSError as error:
         raise InputError(
             f"Expected a {FILE_NAME} or its run folder, but got {path} ({error.strerror})."
         ) from error
-    return rows, notes
+    notes = [f"{path}, line {number}" for number, row in found if isinstance(row, InputError)]
+    return [row for _, row in found if isinstance(row, GradientRow)], notes
 
 
 def refuse_used_file(path: Path) -> None:

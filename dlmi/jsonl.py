@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,17 @@ def parse_object(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError("it is not a JSON object")
     return value
+
+
+def read_objects(
+    path: Path, make: Callable[[dict[str, Any]], _T]
+) -> Iterator[tuple[int, _T | InputError]]:
+    """What each line makes, with its number; where that is nothing, why not."""
+    for number, line in read_lines(path):
+        try:
+            yield number, make(parse_object(line))
+        except InputError as error:
+            yield number, error
 
 
 def _check_limits(value: Any, depth: int = 0) -> None:

@@ -14,7 +14,7 @@ _RUN_SETTINGS = (
     *("prompt_length", "steps", "token_budget", "eval_every", "prompt_bos", "allowed_tokens"),
     *("forbid_target_tokens", "fluency", "norm_gradient_scale", "seed", "precision"),
 )
-_EXAMPLES = ("examples", "held_out")
+EXAMPLES = ("examples", "held_out")
 
 
 def upgrade(row: dict[str, Any]) -> dict[str, Any]:
@@ -28,14 +28,14 @@ def upgrade(row: dict[str, Any]) -> dict[str, Any]:
     settings = row.get("settings")
     refined = _refined(str(row.get("method")), settings) if isinstance(settings, dict) else {}
     return {
-        **_with_context(row),
-        **{name: _each(_with_context, row[name]) for name in _EXAMPLES if name in row},
+        **with_context(row),
+        **{name: each(with_context, row[name]) for name in EXAMPLES if name in row},
         **refined,
         "metrics": {name: row[name] for name in _METRIC_COLUMNS if name in row},
     }
 
 
-def _with_context(row: dict[str, Any]) -> dict[str, Any]:
+def with_context(row: dict[str, Any]) -> dict[str, Any]:
     """A row or an example with `context` in place of `frame`."""
     if "frame" not in row:
         return row
@@ -43,7 +43,7 @@ def _with_context(row: dict[str, Any]) -> dict[str, Any]:
     context = row["frame"]
     if isinstance(context, dict):
         context = {names.get(name, name): value for name, value in context.items()}
-    return {**{name: value for name, value in row.items() if name != "frame"}, "context": context}
+    return {**row, "context": context}
 
 
 def _refined(method: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
         return {**holder, **{name: numbers(holder[name]) for name in names if name in holder}}
 
     made = columns(row, "discrete_loss", "diagnostics")
-    points = _each(lambda point: columns(point, "discrete_loss", "means"), row.get("trace"))
+    points = each(lambda point: columns(point, "discrete_loss", "means"), row.get("trace"))
     return made if points is None else {**made, "trace": points}
 
 
-def _each(change: Callable[[dict[str, Any]], dict[str, Any]], value: Any) -> Any:
+def each(change: Callable[[dict[str, Any]], dict[str, Any]], value: Any) -> Any:
     """A list with its objects changed; anything else as it is."""
     if not isinstance(value, list):
         return value

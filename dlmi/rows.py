@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dlmi.errors import InputError, RunStopped
-from dlmi.jsonl import build, parse_object, read_lines, to_line
+from dlmi.jsonl import build, read_objects, to_line
 from dlmi.metrics import lcs_members
 from dlmi.old_rows import nan_for_null, upgrade
+from dlmi.targets.context import Context, Example
 from dlmi.text import html_code, html_table, marked_html
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
@@ -22,53 +23,6 @@ _INTERRUPTED = re.compile(rb'"stop_reason": ?"interrupted"')
 DECODES = ("free_greedy", "teacher_forced")
 FLOORS = ("no_prompt", "random_prompt", "copy_prompt")
 FORMS = ("best_so_far", "argmax", "softmax", "gumbel_sample", "best_of_8_samples", *FLOORS)
-
-
-@dataclass(frozen=True)
-class ReasoningRecord:
-    """What the LM writes itself after a prompt, before what it is to say.
-
-    Attributes:
-        max_tokens: Tokens of it at most; it also ends with the end-of-sequence token.
-        trigger: The text that is put behind it.
-        trigger_ids: The same as token ids.
-    """
-
-    max_tokens: int
-    trigger: str
-    trigger_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ContextRecord:
-    """Fixed tokens around the blanks that a prompt fills, as a file has them.
-
-    Attributes:
-        pieces: Fixed ids before the first blank, between blanks and after the last: one more than
-            there are blanks.
-        blank_lengths: Tokens of each blank; 0 is an equal share of what the others leave.
-        start_ids: BoS, where it is read before all this; it is no part of the text.
-        read_once: How many of the first ids the LM read once for the whole run, at no cost.
-        template: The text that it was made from, if any.
-        chat: Whether that was a chat message.
-        reasoning: What the LM had still to write behind all this.
-    """
-
-    pieces: tuple[tuple[int, ...], ...] = ((), ())
-    blank_lengths: tuple[int, ...] = (0,)
-    start_ids: tuple[int, ...] = ()
-    read_once: int = 0
-    template: str | None = None
-    chat: bool = False
-    reasoning: ReasoningRecord | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what is no context: files may hold anything."""
-        if not self.blank_lengths or len(self.pieces) != len(self.blank_lengths) + 1:
-            raise InputError(
-                "Expected a context to have one piece more than blanks, but got "
-                f"{len(self.pieces)} pieces and {len(self.blank_lengths)} blanks"
-            )
 
 
 @dataclass(frozen=True)
@@ -96,15 +50,11 @@ class TracePoint:
     means: dict[str, float]
 
 
-@dataclass(frozen=True)
-class ExampleResult:
-    """How a shared prompt did on one example.
+@dataclass(frozen=True, kw_only=True)
+class ExampleResult(Example):
+    """An example, and how a shared prompt did on it.
 
     Attributes:
-        id: Of the example.
-        ids: What the LM was to say.
-        text: The same as text.
-        context: Fixed tokens around the prompt.
         full_text: The whole prompt: what one pastes.
         output_ids: What the LM says to it, greedily.
         output_text: The same as text.
@@ -114,10 +64,6 @@ class ExampleResult:
         reasoning_text: The same as text; the trigger, which is in `context`, comes after it.
     """
 
-    id: str
-    ids: tuple[int, ...]
-    text: str
-    context: ContextRecord
     full_text: str
     output_ids: tuple[int, ...]
     output_text: str
@@ -233,7 +179,7 @@ class Inversion:
     lcs_matrix: dict[str, dict[str, float]]
     rank_one_rate: float | None
     diagnostics: dict[str, tuple[float, ...]]
-    context: ContextRecord | None = None
+    context: Context | None = None
     full_ids: tuple[int, ...] = ()
     full_text: str = ""
     examples: tuple[ExampleResult, ...] = ()
@@ -324,19 +270,16 @@ def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
         files = results_files(path) or [path / RESULTS_FILE]
         return best_of_each(row for file in files for row in read_rows(file, tolerate_cut))
     try:
-        lines = list(read_lines(path))
+        found = list(read_objects(path, Inversion.from_json))
     except OSError as error:
         raise InputError(
             f"Expected RESULTS to be a results.jsonl or its run folder, but got {path} ({error})."
         ) from error
+    if tolerate_cut and found and isinstance(found[-1][1], InputError):
+        found.pop()
     rows = []
-    for number, line in lines:
-        try:
-            rows.append(Inversion.from_json(parse_object(line)))
-        except InputError as error:
-            if tolerate_cut and number == lines[-1][0]:
-                break
-            raise InputError(
-                f"Expected {path}, line {number}, to be a result row, but {error}."
-            ) from error
+    for number, row in found:
+        if isinstance(row, InputError):
+            raise InputError(f"Expected {path}, line {number}, to be a result row, but {row}.")
+        rows.append(row)
     return rows

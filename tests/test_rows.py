@@ -12,7 +12,8 @@ import pytest
 from dlmi.errors import InputError
 from dlmi.gradient_rows import read_gradient_rows
 from dlmi.jsonl import build, parse_object
-from dlmi.rows import ContextRecord, Inversion, count_finished, read_rows, upgrade
+from dlmi.rows import Inversion, count_finished, read_rows, upgrade
+from dlmi.targets.context import Context
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "docs" / "benchmark").rglob("results.jsonl"))
@@ -126,7 +127,7 @@ def test_what_is_no_object_is_refused(line):
 
 
 def test_further_keys_are_ignored():
-    assert build(ContextRecord, {"chat": True, "color": "red"}) == ContextRecord(chat=True)
+    assert build(Context, {"chat": True, "color": "red"}) == Context(chat=True)
 
 
 def test_rows_of_several_ranks_are_merged_on_reading(old, tmp_path):

@@ -16,7 +16,6 @@ from dlmi.rows import ExampleResult, Inversion
 from dlmi.scoring.evaluation import Evaluation, decoded_again, evaluate_alone, pasted_lcs
 from dlmi.scoring.prompt_forms import LCSMatrix, measure_forms
 from dlmi.targets.context import Example
-from dlmi.targets.recorded import record_of
 from dlmi.targets.target import Target, split
 
 
@@ -132,7 +131,7 @@ def build_row(
         lcs_matrix=matrix,
         rank_one_rate=rank_one_rate,
         diagnostics={name: tuple(v.tolist()) for name, v in slot.diagnostics.items()},
-        context=None if is_bare else record_of(context),
+        context=None if is_bare else context,
         full_ids=full_ids,
         full_text=lm.decode(full_ids) if full_ids else "",
         examples=_results(lm, target.measured, best) if target.is_shared else (),
@@ -157,7 +156,7 @@ def _results(
             id=example.id,
             ids=example.ids,
             text=example.text,
-            context=record_of(example.context),
+            context=example.context,
             full_text=lm.decode(example.context.text_ids(evaluation.prompt_ids)),
             output_ids=said_ids,
             output_text=lm.decode(said_ids),

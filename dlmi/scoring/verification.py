@@ -16,8 +16,8 @@ from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion
 from dlmi.scoring.evaluation import decode_alone, evaluate_alone, mean_lcs, pasted_lcs
+from dlmi.scoring.recorded import target_of, with_held_out
 from dlmi.targets.context import Example
-from dlmi.targets.recorded import target_of, with_held_out
 from dlmi.targets.target import Target, split
 
 

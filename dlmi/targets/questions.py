@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlmi.errors import InputError
-from dlmi.jsonl import build, parse_object, read_lines
+from dlmi.jsonl import build, read_objects
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.answers import MARK, normalise
 from dlmi.targets.target import Target
@@ -84,23 +84,22 @@ def load_questions(
 def read_questions(path: Path) -> list[Question]:
     """All questions of a JSONL file, in GSM8k's own format."""
     try:
-        lines = list(read_lines(path))
+        found = list(read_objects(path, _checked))
     except OSError as error:
         raise InputError(
             f"Expected the questions to be `{PACKAGED_QUESTIONS}`, a JSONL file or "
             f"`{HUB_MARK}NAME`, but got {path} ({error.strerror})."
         ) from error
-    rows = []
-    for number, line in lines:
-        try:
-            rows.append(_checked(parse_object(line)))
-        except InputError as error:
-            raise InputError(
-                f"Expected {path}, line {number}, to be a question with its answer, but {error}."
-            ) from error
-    if not rows:
+    if not found:
         raise InputError(f"Expected {path} to hold questions with answers, but it is empty.")
-    return rows
+    questions = []
+    for number, question in found:
+        if isinstance(question, InputError):
+            raise InputError(
+                f"Expected {path}, line {number}, to be a question with its answer, but {question}."
+            )
+        questions.append(question)
+    return questions
 
 
 def _checked(row: Mapping[str, Any]) -> Question:

@@ -11,6 +11,7 @@ import torch
 
 from dlmi.errors import InputError
 from dlmi.jsonl import build
+from dlmi.old_rows import EXAMPLES, each, with_context
 from dlmi.targets.context import NO_CONTEXT, Context, Example, common_beginning
 from dlmi.targets.seeds import hash_seed
 
@@ -177,19 +178,8 @@ def _with_examples(row: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(row.get("context"), str | None):  # a text is a field of a template
             example["context"] = row["context"]
         row = {**row, "examples": [example]}
-    for name in ("examples", "held_out"):
-        if isinstance(examples := row.get(name), list | tuple):
-            row = {**row, name: [_with_context(example) for example in examples]}
-    return row
-
-
-def _with_context(example: Any) -> Any:
-    frame = example.get("frame") if isinstance(example, dict) else None
-    if not isinstance(frame, dict):
-        return example
-    renamed = {"slot_lengths": "blank_lengths", "head": "read_once"}
-    context = {renamed.get(name, name): value for name, value in frame.items()}
-    return {**example, "context": context}
+    lists = {name: each(with_context, row[name]) for name in EXAMPLES if name in row}
+    return {**row, **lists}
 
 
 def split(examples: Sequence[Example], output_ids: Sequence[int]) -> list[tuple[int, ...]]:
