@@ -1,6 +1,5 @@
 """`python -m dlmi compare`: plan, run what is missing, show how it goes and what came of it."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,8 @@ from dlmi.compare.cells import CellRun
 from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
+from dlmi.report.blocks import format_cell
+from dlmi.report.estimates import mean_of, summarise
 from dlmi.report.loading import Group, load
 from dlmi.run.callbacks.results import lock_folder
 from dlmi.text import visible
@@ -108,15 +109,12 @@ def _results_table(group: Group) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "method" else "right")
     for series in group.series:
-        rows = series.rows
-        seeds = len({row.seed for row in rows})
-        soft = [row.as_in_code_lcs for row in rows if row.as_in_code_lcs is not None]
+        found = summarise(series, group.budgets[-1])
         table.add_row(
             Text(visible(series.label)),  # a plain string would be read as markup
             str(series.prompt_length),
-            f"{len({row.target_id for row in rows})} x {seeds}",
-            f"{sum(row.exact for row in rows)}/{len(rows)}",
-            f"{statistics.mean(row.lcs for row in rows):.3f}",
-            f"{statistics.mean(soft):.3f}" if soft else "-",
+            f"{found.targets} x {found.seeds}",
+            f"{found.exact_rows}/{len(series.rows)}",
+            *(format_cell(mean_of(number)) for number in (found.lcs, found.as_in_code)),
         )
     return table

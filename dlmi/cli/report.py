@@ -1,22 +1,17 @@
 """`python -m dlmi report RUNS... --out DIR`: figures, tables and one page from result files."""
 
-import dataclasses
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 
-if TYPE_CHECKING:
-    from dlmi.report.gradient_sets import GradientSet
-    from dlmi.report.loading import Loaded
-    from dlmi.report.parts import ReportTable
-    from dlmi.report.styles import Drawing
-
 PAGE = "report.html"
 TEXT = "report.md"
+
+_LOOK_SECONDS = 10  # between two looks for new rows
 
 
 def make_parser() -> CommandParser:
@@ -46,6 +41,11 @@ def make_parser() -> CommandParser:
         help="Steps at which runs are read, such as [256,2048]. Default: those of the comparison, "
         "else the end of the run.",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="Write everything anew as rows come, until Ctrl-C; the page loads itself again.",
+    )
     return parser
 
 
@@ -55,40 +55,79 @@ def report_command(arguments: list[str]) -> int:
     check_new_folder(config.out)
     if config.steps is not None and min(config.steps, default=0) < 1:
         raise InputError(f"Expected `--steps` to be positive numbers, but got {config.steps}.")
-    write_report(config.runs, config.out, config.steps)
+    if config.watch:
+        _watch(config.runs, config.out, config.steps)
+    else:
+        write_report(config.runs, config.out, config.steps)
     print(f"report in {config.out}: open {config.out / PAGE} or {config.out / TEXT}")
     return 0
 
 
-def write_report(runs: Sequence[Path], out: Path, steps: Sequence[int] | None = None) -> None:
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    steps: Sequence[int] | None = None,
+    reload_seconds: int | None = None,
+) -> None:
     """The whole report; nothing is written before all of it has been made.
 
     Args:
         runs: Folders or files.
         out: Folder to write.
         steps: As the option of the command.
+        reload_seconds: How often the page is to load itself again, if at all.
     """
     # Here, since drawing and statistics would slow down the start of every other command.
-    from dlmi.report.gradient_sets import read_gradients
+    from dlmi.report import figures, gradient_figures, gradient_sets, tables
+    from dlmi.report.claims.table import claims_table
     from dlmi.report.loading import load
     from dlmi.report.page import write_page
     from dlmi.report.writing import write_figures, write_tables, write_text
 
-    loaded = load(runs, steps)
-    gradients, notes = read_gradients(loaded.gradients)
-    if not loaded.groups and not gradients:
-        raise InputError(
-            f"Expected RUNS to hold result or gradient rows, but {', '.join(map(str, runs))} has "
-            f"none{': ' + notes[0] if notes else ''}."
-        )
-    loaded = dataclasses.replace(loaded, notes=(*loaded.notes, *notes))
-    drawings = _draw(loaded, gradients)
-    tables = _tabulate(loaded, gradients)
+    data = load(runs, steps)
+    drawings = [
+        *figures.draw_bars(data),
+        *figures.draw_anytime(data, "step"),
+        *figures.draw_anytime(data, "token_passes"),
+        *figures.draw_temperature(data),
+        *gradient_figures.draw_violins(data.gradients),
+    ]
+    made = [
+        tables.group_table(data),
+        tables.summary_table(data),
+        claims_table(data),
+        tables.lcs_matrix_table(data),
+        tables.overlap_table(data),
+        tables.round_trip_table(data),
+        gradient_sets.ks_table(data.gradients),
+        tables.prompt_table(data),
+        *tables.settings_tables(data),
+    ]
+    shown = [table for table in made if table is not None and table.rows]
     out.mkdir(parents=True, exist_ok=True)
-    figures = write_figures(out / "figures", drawings)
-    write_tables(out / "tables", tables)
-    write_text(out / TEXT, loaded, figures, tables)
-    write_page(out / PAGE, loaded, figures, tables)
+    pictures = write_figures(out / "figures", drawings)
+    write_tables(out / "tables", shown)
+    write_text(out / TEXT, data, pictures, shown)
+    write_page(out / PAGE, data, pictures, shown, reload_seconds)
+
+
+def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int] | None) -> None:
+    """Write the report whenever its files have grown, and once more at the end."""
+    seen: dict[Path, int] = {}
+    try:
+        while True:
+            started = time.monotonic()
+            files = [f for run in runs for f in ([run] if run.is_file() else run.rglob("*.jsonl"))]
+            sizes = {file: file.stat().st_size for file in files}
+            if sizes != seen:
+                write_report(runs, out, steps, reload_seconds=_LOOK_SECONDS)
+                print(f"{time.strftime('%H:%M:%S')} {out / PAGE}", flush=True)
+                seen = sizes
+            # The runs need the processor more than this does.
+            time.sleep(max(_LOOK_SECONDS, 5 * (time.monotonic() - started)))
+    except KeyboardInterrupt:
+        if seen:
+            write_report(runs, out, steps)
 
 
 def check_new_folder(out: Path) -> None:
@@ -100,36 +139,3 @@ def check_new_folder(out: Path) -> None:
     existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise InputError(f"Expected `--out` to be in a folder, but {existing} is a file.")
-
-
-def _draw(loaded: "Loaded", gradients: "Sequence[GradientSet]") -> "list[Drawing]":
-    from dlmi.report.bars import draw_bars
-    from dlmi.report.curves import draw_anytime, draw_temperature
-    from dlmi.report.violins import draw_violins
-
-    return [
-        *draw_bars(loaded),
-        *draw_anytime(loaded, "step"),
-        *draw_anytime(loaded, "token_passes"),
-        *draw_temperature(loaded),
-        *draw_violins(gradients),
-    ]
-
-
-def _tabulate(loaded: "Loaded", gradients: "Sequence[GradientSet]") -> "list[ReportTable]":
-    from dlmi.report import prompt_tables, tables
-    from dlmi.report.claims import claims_table
-    from dlmi.report.gradient_sets import ks_table
-
-    made = [
-        tables.group_table(loaded),
-        tables.summary_table(loaded),
-        claims_table(loaded, gradients),
-        tables.lcs_matrix_table(loaded),
-        prompt_tables.overlap_table(loaded),
-        prompt_tables.round_trip_table(loaded),
-        ks_table(gradients),
-        prompt_tables.prompt_table(loaded),
-        *tables.settings_tables(loaded),
-    ]
-    return [table for table in made if table is not None and table.rows]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from dlmi.report.loading import Axis, best_point, last_point
+from dlmi.report.loading import Budget, Series, best_point, last_point
 from dlmi.rows import Inversion
 
 # A number of a row; None where the row has none.
@@ -42,14 +42,19 @@ class Estimate:
         return self.mean - reach, self.mean + reach
 
 
-def honest_lcs(axis: Axis = "step", at: float | None = None) -> Measure:
+def honest_lcs(budget: Budget | None = None) -> Measure:
     """LCS of the best discrete prompt within a budget, decoded freely."""
-    return lambda row: best_point(row, axis, at).lcs
+    return lambda row: best_point(row, budget).lcs
 
 
-def as_in_code_lcs(axis: Axis = "step", at: float | None = None) -> Measure:
+def current_lcs(budget: Budget | None = None) -> Measure:
+    """The same of the prompt of the moment, not of the best so far."""
+    return lambda row: last_point(row, budget).lcs
+
+
+def as_in_code_lcs(budget: Budget | None = None) -> Measure:
     """LCS as the DLMI authors' code logs it, at the last evaluation within a budget."""
-    return lambda row: last_point(row, axis, at).as_in_code_lcs
+    return lambda row: last_point(row, budget).as_in_code_lcs
 
 
 def by_target(rows: Iterable[Inversion], measure: Measure) -> dict[str, float]:
@@ -67,9 +72,13 @@ def estimate(values: Iterable[float]) -> Estimate | None:
     values = list(values)
     if not values:
         return None
-    count = len(values)
-    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else None
-    return Estimate(statistics.fmean(values), error, count - 1, count)
+    error = float(stats.sem(values)) if len(values) > 1 else None
+    return Estimate(statistics.fmean(values), error, len(values) - 1, len(values))
+
+
+def mean_of(found: Estimate | None) -> float | None:
+    """Its mean, if there is one."""
+    return None if found is None else found.mean
 
 
 def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate | None:
@@ -93,16 +102,12 @@ def differences(
 
 def slope(points: Sequence[tuple[float, float]]) -> Estimate | None:
     """Change of y over the whole range of x along the least-squares line."""
-    if len(points) < 3 or len({x for x, _ in points}) < 2:
+    xs = [x for x, _ in points]
+    if len(points) < 3 or len(set(xs)) < 2:
         return None
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    fit = statistics.linear_regression(xs, ys)
-    centre = statistics.fmean(xs)
-    squares = sum((x - centre) ** 2 for x in xs)
-    rest = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in points)
-    error = math.sqrt(rest / (len(points) - 2) / squares)
+    line = stats.linregress(xs, [y for _, y in points])
     reach = max(xs) - min(xs)
-    return Estimate(fit.slope * reach, error * reach, len(points) - 2, len(points))
+    return Estimate(line.slope * reach, line.stderr * reach, len(points) - 2, len(points))
 
 
 def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimate | None:
@@ -110,11 +115,58 @@ def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimat
     one, other = estimate(first.values()), estimate(second.values())
     if one is None or other is None:
         return None
-    targets = min(one.targets, other.targets)
+    difference, targets = one.mean - other.mean, min(one.targets, other.targets)
     if one.error is None or other.error is None:
-        return Estimate(one.mean - other.mean, None, 0, targets)
+        return Estimate(difference, None, 0, targets)
     parts = [(one.error**2, one.freedom), (other.error**2, other.freedom)]
     total = sum(square for square, _ in parts)
     bottom = sum(square**2 / freedom for square, freedom in parts)
     freedom = total**2 / bottom if bottom else one.freedom + other.freedom
-    return Estimate(one.mean - other.mean, math.sqrt(total), freedom, targets)
+    return Estimate(difference, math.sqrt(total), freedom, targets)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a series came to within a budget: cards and tables show these, and no others.
+
+    Attributes:
+        targets: How many.
+        seeds: How many.
+        exact_rows: Rows with an exact prompt.
+        exact: Their share.
+        lcs: Honest LCS.
+        loss: Teacher-forced cross-entropy of the best discrete prompt, per token.
+        as_in_code: LCS as the authors' code logs it.
+        seconds: Spent in a slot.
+        token_passes: Spent on a target.
+    """
+
+    targets: int
+    seeds: int
+    exact_rows: int
+    exact: Estimate | None
+    lcs: Estimate | None
+    loss: Estimate | None
+    as_in_code: Estimate | None
+    seconds: Estimate | None
+    token_passes: Estimate | None
+
+
+def summarise(series: Series, budget: Budget) -> Summary:
+    """The numbers of a series."""
+    rows = series.rows
+
+    def is_exact(row: Inversion) -> float:
+        return float(best_point(row, budget).lcs == 1)
+
+    return Summary(
+        targets=len({row.target_id for row in rows}),
+        seeds=len({row.seed for row in rows}),
+        exact_rows=round(sum(map(is_exact, rows))),
+        exact=mean_over_targets(rows, is_exact),
+        lcs=mean_over_targets(rows, honest_lcs(budget)),
+        loss=mean_over_targets(rows, lambda row: best_point(row, budget).discrete_loss),
+        as_in_code=mean_over_targets(rows, as_in_code_lcs(budget)),
+        seconds=mean_over_targets(rows, lambda row: last_point(row, budget).seconds),
+        token_passes=mean_over_targets(rows, lambda row: last_point(row, budget).token_passes),
+    )

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy import stats
 
@@ -53,19 +53,19 @@ def ks_tests(
     Steps of one run are not independent, and estimators that are measured at the same states are
     paired: small p-values are then smaller than they should be. Pairs without values are left out.
     """
-    pairs = [
-        (name, first, second, values_of(rows, first, name), values_of(rows, second, name))
-        for name in statistic_names
-        for first, second in itertools.combinations(labels_of(rows), 2)
-    ]
-    pairs = [pair for pair in pairs if pair[3] and pair[4]]
-    results = [stats.ks_2samp(pair[3], pair[4]) for pair in pairs]
-    adjusted = _holm([float(result.pvalue) for result in results])
     tests = []
-    for (name, first, second, a, b), result, p_value in zip(pairs, results, adjusted, strict=True):
-        distance, raw_p_value = float(result.statistic), float(result.pvalue)
-        sizes = (len(a), len(b))
-        tests.append(KSTest(name, first, second, distance, raw_p_value, p_value, sizes))
+    for name in statistic_names:
+        for pair in itertools.combinations(labels_of(rows), 2):
+            one, other = (values_of(rows, label, name) for label in pair)
+            if one and other:
+                found = stats.ks_2samp(one, other)
+                p_value, sizes = float(found.pvalue), (len(one), len(other))
+                tests.append(KSTest(name, *pair, float(found.statistic), p_value, 1.0, sizes))
+    adjusted = 0.0  # Holm's step-down correction
+    order = sorted(range(len(tests)), key=lambda i: tests[i].p_value)
+    for rank, i in enumerate(order):
+        adjusted = max(adjusted, min(1.0, (len(tests) - rank) * tests[i].p_value))
+        tests[i] = replace(tests[i], adjusted_p_value=adjusted)
     return tests
 
 
@@ -85,13 +85,3 @@ def median_statistic(
     ends = [statistics.median_low(lows), statistics.median_high(highs)]
     value = statistics.median(s.value for s in found if s.value is not None)
     return Statistic(value, *(end if math.isfinite(end) else None for end in ends)), len(found)
-
-
-def _holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction, in the order given."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted

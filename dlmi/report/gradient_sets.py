@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from dlmi.gradient_rows import GradientRow, read_gradient_rows
+from dlmi.report.blocks import Cell, ReportTable
 from dlmi.report.gradient_comparison import ks_tests
-from dlmi.report.parts import Cell, ReportTable
 
 
 @dataclass(frozen=True)
 class GradientSet:
-    """Gradient rows that may be compared.
-
-    Attributes:
-        title: What they have in common.
-        rows: Over estimators, targets, seeds and steps.
-    """
+    """Gradient rows that may be compared; the title says what they have in common."""
 
     title: str
     rows: tuple[GradientRow, ...]
@@ -37,45 +32,39 @@ def gradient_sets(by_file: Sequence[Sequence[GradientRow]]) -> list[GradientSet]
     """Rows of one LM, N, M, S, loss, decode, trajectory and kind of truth."""
     sets: dict[tuple[Any, ...], list[GradientRow]] = {}
     for rows in by_file:
-        kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
+        kinds = ", ".join(sorted({row.truth["kind"] for row in rows if row.truth is not None}))
         for row in rows:
-            key = (
-                *(row.model, row.fingerprint, row.dtype, row.prompt_length, row.target_length),
-                *(row.num_samples, row.loss, row.teacher_forcing, row.trajectory, *kinds),
+            states = "its own run" if row.trajectory == "own" else f"a run of {row.trajectory}"
+            title = (
+                f"{row.model.rstrip('/').split('/')[-1]}, {row.dtype}, N={row.prompt_length}, "
+                f"M={row.target_length}, S={row.num_samples}, {row.loss}, "
+                f"{'teacher forcing' if row.teacher_forcing else 'free run'}; states of {states}"
+                f"{'; truth: ' + kinds if kinds else ''}"
             )
-            sets.setdefault(key, []).append(row)
-    return [GradientSet(_title(rows[0], key[9:]), tuple(rows)) for key, rows in sets.items()]
-
-
-def _title(row: GradientRow, kinds: Sequence[str]) -> str:
-    states = "its own run" if row.trajectory == "own" else f"a run of {row.trajectory}"
-    return (
-        f"{row.model.rstrip('/').split('/')[-1]}, {row.dtype}, N={row.prompt_length}, "
-        f"M={row.target_length}, S={row.num_samples}, {row.loss}, "
-        f"{'teacher forcing' if row.teacher_forcing else 'free run'}; states of {states}"
-        f"{'; truth: ' + ', '.join(kinds) if kinds else ''}"
-    )
+            sets.setdefault((row.model, row.fingerprint, title), []).append(row)
+    return [GradientSet(title, tuple(rows)) for (_, _, title), rows in sets.items()]
 
 
 def ks_table(sets: Sequence[GradientSet]) -> ReportTable | None:
     """Kolmogorov-Smirnov tests between estimators; None without gradient files."""
-    rows = []
-    for gradients in sets:
-        for test in ks_tests(gradients.rows):
-            cells: tuple[Cell, ...] = (
-                *(gradients.title, test.statistic_name, test.first, test.second),
-                *(*test.sizes, test.distance, test.p_value, test.adjusted_p_value),
-            )
-            rows.append(cells)
-    if not rows:
-        return None
-    columns = (
-        *("measured on", "statistic", "first", "second", "rows of the first"),
-        *("rows of the second", "D", "p", "p (Holm)"),
-    )
+    lines: list[dict[str, Cell]] = [
+        {
+            "measured on": gradients.title,
+            "statistic": test.statistic_name,
+            "first": test.first,
+            "second": test.second,
+            "rows of the first": test.sizes[0],
+            "rows of the second": test.sizes[1],
+            "D": test.distance,
+            "p": test.p_value,
+            "p (Holm)": test.adjusted_p_value,
+        }
+        for gradients in sets
+        for test in ks_tests(gradients.rows)
+    ]
     caption = (
         "Two-sided two-sample Kolmogorov-Smirnov tests between gradient estimators, pooled over "
         "targets, seeds and steps as in the paper. Rows of one run are not independent, so small "
         "p-values are smaller than they should be."
     )
-    return ReportTable("ks_tests", "Tests between estimators", caption, columns, tuple(rows))
+    return ReportTable.of("ks_tests", "Tests between estimators", caption, lines) if lines else None

@@ -1,9 +1,6 @@
 """Tables for LaTeX: booktabs, and nothing in a cell that LaTeX would take for a command."""
 
-from collections.abc import Sequence
-
-from dlmi.report.page import format_cell
-from dlmi.report.parts import Cell, ModelText, ReportTable
+from dlmi.report.blocks import Cell, ModelText, ReportTable, format_cell
 from dlmi.text import visible
 
 # Longer tables may break over pages; longtable does not work in two columns, tabular does.
@@ -12,13 +9,10 @@ _LONGEST_PLAIN_CELL = 26
 _MOST_UPRIGHT_COLUMNS = 7
 
 _ESCAPES = {
+    **{character: f"\\{character}" for character in "{}$&#%"},
+    # After a line's end the first two would be arguments of it; two hyphens would be a dash.
+    **{character: f"{{{character}}}" for character in "[*-"},
     "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "#": r"\#",
-    "%": r"\%",
     "_": r"\_\allowbreak{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
@@ -28,10 +22,6 @@ _ESCAPES = {
     '"': r"\textquotedbl{}",
     "`": r"\textasciigrave{}",
     "'": r"\textquotesingle{}",
-    # After a line's end these two would be arguments of it; two hyphens would be a dash.
-    "[": "{[}",
-    "*": "{*}",
-    "-": "{-}",
     "⏎": r"$\hookleftarrow$",
     "⇥": r"\texttt{\textbackslash{}t}",
     "␍": r"\texttt{\textbackslash{}r}",
@@ -51,6 +41,8 @@ _HEADER = """\
 % \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}.
 % Characters beyond Latin-1 are shown by their number (U+...).
 """
+# As wide as the text at most, and no wider than it is.
+_FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
 
 def escape_latex(text: str) -> str:
@@ -77,58 +69,51 @@ def latex_cell(value: Cell) -> str:
             rf"\textcolor{{red}}{{{escape_latex(text)}}}" if is_wrong else escape_latex(text)
             for text, is_wrong in value.parts
         )
-    if isinstance(value, float) and "e" in (shown := format_cell(value)):
-        mantissa, exponent = shown.split("e")
-        return rf"${mantissa}\times10^{{{int(exponent)}}}$"
     shown = format_cell(value)
-    if isinstance(value, int | float):
-        return shown.replace("-", "$-$")
-    return "--" if value is None else escape_latex(shown)
+    if not isinstance(value, int | float):
+        return escape_latex(shown)
+    mantissa, has_exponent, exponent = shown.partition("e")
+    if has_exponent and not isinstance(value, bool):
+        return rf"${mantissa}\times10^{{{int(exponent)}}}$"
+    return shown.replace("-", "$-$")
 
 
 def latex_table(table: ReportTable) -> str:
     """The whole file: a float, or a longtable where it would not fit on a page."""
-    layout = _layout(table)
-    head = " & ".join(rf"\textbf{{{escape_latex(column)}}}" for column in table.columns) + r" \\"
-    body = [" & ".join(map(latex_cell, row)) + r" \\" for row in table.rows]
-    caption = rf"\caption{{{escape_latex(f'{table.title}. {table.caption}')}}}"
-    label = rf"\label{{tab:{table.name}}}"
-    if len(table.rows) > _LONGEST_FLOAT:
-        is_broad = len(table.columns) > _MOST_UPRIGHT_COLUMNS
-        lines = [
-            *([r"\begin{landscape}"] if is_broad else []),
-            *(r"{\scriptsize", rf"\begin{{longtable}}{{{layout}}}", rf"{caption} {label} \\"),
-            *(r"\toprule", head, r"\midrule", r"\endfirsthead"),
-            *(r"\toprule", head, r"\midrule", r"\endhead", r"\bottomrule", r"\endfoot"),
-            *(*body, r"\end{longtable}", "}"),
-            *([r"\end{landscape}"] if is_broad else []),
-        ]
-    else:
-        lines = [
-            *(r"\begin{table*}[t]", r"\centering\footnotesize", caption, label),
-            # As wide as the text at most, and no wider than it is.
-            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-            *(rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body),
-            *(r"\bottomrule", r"\end{tabular}}", r"\end{table*}"),
-        ]
-    return _HEADER + "\n".join(lines) + "\n"
+    from pandas import DataFrame  # here, since nothing else needs it
+
+    frame = DataFrame([list(map(latex_cell, row)) for row in table.rows], dtype=object)
+    frame.columns = [rf"\textbf{{{escape_latex(column)}}}" for column in table.columns]
+    is_long = len(table.rows) > _LONGEST_FLOAT
+    text: str = frame.style.hide(axis="index").to_latex(
+        environment="longtable" if is_long else "table*",
+        column_format=_layout(table),
+        caption=escape_latex(f"{table.title}. {table.caption}"),
+        label=f"tab:{table.name}",
+        position=None if is_long else "t",
+        position_float=None if is_long else "centering",
+        hrules=True,
+    )
+    if not is_long:
+        text = text.replace(r"\centering", r"\centering\footnotesize", 1)
+        text = text.replace(r"\begin{tabular}", f"{_FITTED}\n\\begin{{tabular}}", 1)
+        return _HEADER + r"\end{tabular}}".join(text.rsplit(r"\end{tabular}", 1))
+    text = f"{{\\scriptsize\n{text}}}\n"
+    if len(table.columns) > _MOST_UPRIGHT_COLUMNS:
+        text = f"\\begin{{landscape}}\n{text}\\end{{landscape}}\n"
+    return _HEADER + text
 
 
 def _layout(table: ReportTable) -> str:
     """Numbers to the right, text to the left, long text in paragraphs of equal width."""
-    columns = [[row[i] for row in table.rows] for i in range(len(table.columns))]
-    wide = [_is_wide(column) for column in columns]
+    texts = [
+        [cell for cell in cells if isinstance(cell, str)] for cells in zip(*table.rows, strict=True)
+    ]
+    wide = [max(map(len, column), default=0) > _LONGEST_PLAIN_CELL for column in texts]
     width = 0.6 / max(1, sum(wide))
+    paragraph = rf">{{\raggedright\arraybackslash}}p{{{width:.2f}\linewidth}}"
     kinds = [
-        rf">{{\raggedright\arraybackslash}}p{{{width:.2f}\linewidth}}"
-        if is_wide
-        else "r"
-        if all(isinstance(cell, int | float | None) for cell in column)
-        else "l"
-        for column, is_wide in zip(columns, wide, strict=True)
+        paragraph if is_wide else "r" if table.is_number(i) else "l"
+        for i, is_wide in enumerate(wide)
     ]
     return "@{}" + "".join(kinds) + "@{}"
-
-
-def _is_wide(column: Sequence[Cell]) -> bool:
-    return any(isinstance(cell, str) and len(cell) > _LONGEST_PLAIN_CELL for cell in column)

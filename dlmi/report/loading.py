@@ -1,28 +1,56 @@
-"""What a report is made of: runs read from disk, and set apart where they cannot be compared.
+"""What a report is made of: rows read from disk, and set apart where they cannot be compared.
 
 Rows are averaged only within a `Group`: the same LM, dtype and set of targets. Within a group a
 `Series` is one method in one setting, with all its seeds.
 """
 
-import dataclasses
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
 
 from dlmi.errors import InputError
 from dlmi.gradient_rows import FILE_NAME as GRADIENTS_FILE
-from dlmi.report.method_names import natural_order, run_labels
-from dlmi.report.result_files import (
-    Axis,
-    Run,
-    failed_cells,
-    read_cell,
-    read_results,
-    result_files,
+from dlmi.jsonl import build, parse_object, read_json_file, read_lines
+from dlmi.report.gradient_sets import GradientSet, read_gradients
+from dlmi.report.names import (
+    natural_order,
+    run_labels,
+    settings_text,
+    shared_restrictions,
 )
 from dlmi.rows import RESULTS_FILE, Inversion, TracePoint
 
-__all__ = ["Axis", "Group", "Loaded", "Series", "best_point", "last_point", "load"]
+Axis = Literal["step", "token_passes", "seconds"]
+AXIS_UNITS: dict[Axis, str] = {
+    "step": "steps",
+    "token_passes": "token passes",
+    "seconds": "seconds",
+}
+
+# Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
+CELL_FILE = "cell.json"
+# And this where a cell came to grief.
+FAILURE_FILE = "failure.json"
+
+_NAMED_LINES = 10  # how many broken lines of a file are named one by one
+
+
+class Budget(NamedTuple):
+    """How much of what a target may have cost.
+
+    >>> str(Budget("step", 2048.0))
+    '2048 steps'
+    """
+
+    axis: Axis
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.at:.12g} {AXIS_UNITS[self.axis]}"
 
 
 @dataclass(frozen=True)
@@ -45,12 +73,12 @@ class Group:
     """Rows that may be compared: one LM, one dtype, one set of targets.
 
     Attributes:
-        model: Name of the LM.
+        model: Name of the LM; the first, where runs call it differently.
         fingerprint: Hash of its weights.
-        dtype: Of the LM.
+        dtype: Of the LM, and of all measurements.
         target_set: Hash of the targets.
         series: By label, then prompt length.
-        budgets: Axis and values at which traces are read; the last is the whole run.
+        budgets: At which traces are read, ascending; the last is what everything is told of.
     """
 
     model: str
@@ -58,7 +86,7 @@ class Group:
     dtype: str
     target_set: str
     series: tuple[Series, ...]
-    budgets: tuple[Axis, tuple[float, ...]]
+    budgets: tuple[Budget, ...]
 
     @property
     def rows(self) -> list[Inversion]:
@@ -75,105 +103,258 @@ class Group:
         """All methods, in order."""
         return list(dict.fromkeys(series.label for series in self.series))
 
+    def of_length(self, length: int) -> list[Series]:
+        """The series of one N."""
+        return [series for series in self.series if series.prompt_length == length]
+
+    @property
+    def mixed(self) -> str:
+        """Where and with what rows were made, as far as they differ in it; mostly nothing."""
+        found: dict[str, set[str]] = {}
+        for row in self.rows:
+            named = {"LM": row.model, "revision": row.revision, "device": row.device}
+            passes = {"passes": row.settings.get("precision") or row.dtype}
+            for name, value in {**named, **passes, **row.versions}.items():
+                found.setdefault(name, set()).add(str(value))
+        several = {name: " / ".join(sorted(vs)) for name, vs in found.items() if len(vs) > 1}
+        return "; ".join(f"{name}: {values}" for name, values in several.items())
+
 
 @dataclass(frozen=True)
-class Loaded:
+class ReportData:
     """Everything that was read.
 
     Attributes:
         groups: What may be compared, largest first.
         notes: What was wrong with the files: lines that were left out, and failed cells.
-        gradients: Files with gradient statistics that lie beside the results.
+        gradients: Gradient statistics that lie beside the results.
     """
 
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
-    gradients: tuple[Path, ...]
+    gradients: tuple[GradientSet, ...] = ()
+
+    @property
+    def rows(self) -> list[Inversion]:
+        """All rows."""
+        return [row for group in self.groups for row in group.rows]
+
+    @property
+    def labels(self) -> list[str]:
+        """All methods, in order."""
+        return list(dict.fromkeys(label for group in self.groups for label in group.labels))
+
+    @property
+    def restrictions(self) -> str:
+        """What all prompts were held to, so that labels need not say it; mostly nothing."""
+        return settings_text(shared_restrictions(self.rows))
+
+    def titled(self) -> list[tuple[str, Group]]:
+        """Each group with its LM and whatever else tells it from others of that LM.
+
+        Folders are cut to their last part where that leaves the groups distinct.
+        """
+        names = []
+        for group in self.groups:
+            alike = [other for other in self.groups if other.model == group.model]
+            parts = [group.model]
+            if len({other.dtype for other in alike}) > 1:
+                parts.append(group.dtype)
+            if len({other.target_set for other in alike}) > 1:
+                parts.append(f"targets {group.target_set[:6]}")
+            if len({other.fingerprint for other in alike}) > 1:
+                parts.append(f"weights {group.fingerprint[:6]}")
+            names.append(" · ".join(parts))
+        short = [re.split(r"[/\\]", name.rstrip("/\\"))[-1] for name in names]
+        is_distinct = len(set(short)) == len(short)
+        return list(zip(short if is_distinct else names, self.groups, strict=True))
+
+    def each(self) -> Iterator[tuple[str, Group, Series]]:
+        """Every series with its group and what that is called, by N."""
+        for title, group in self.titled():
+            for length in group.prompt_lengths:
+                for series in group.of_length(length):
+                    yield title, group, series
 
 
-def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
-    """Read run folders, comparison folders or results files.
+def best_point(row: Inversion, budget: Budget | None = None) -> TracePoint:
+    """The best evaluation within a budget; a target that stopped early carries its value forward.
+
+    Args:
+        row: With its trace.
+        budget: None for the whole run.
+    """
+    return max(points_within(row, budget), key=lambda point: (point.lcs, -point.discrete_loss))
+
+
+def last_point(row: Inversion, budget: Budget | None = None) -> TracePoint:
+    """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
+    return points_within(row, budget)[-1]
+
+
+def points_within(row: Inversion, budget: Budget | None) -> Sequence[TracePoint]:
+    """The evaluations that a budget covers, and the first in any case."""
+    if budget is None:
+        return row.trace
+    return [p for p in row.trace if getattr(p, budget.axis) <= budget.at] or [row.trace[0]]
+
+
+# ---- Files
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What a report needs of a cell's file."""
+
+    label: str
+    axis: str
+    budgets: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows of one file, of one LM, dtype, target set, method and setting."""
+
+    rows: tuple[Inversion, ...]
+    name: str | None
+    budgets: tuple[Budget, ...]
+
+
+def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> ReportData:
+    """Read run folders, comparison folders, results files or gradient files.
 
     Args:
         paths: Where to look; a file that is found twice is read once.
         steps: At which steps traces are read, in place of what comparisons say.
 
     Raises:
-        InputError: Where a path holds no results at all.
+        InputError: Where a path holds no such file, or all of them together no row.
     """
     notes: list[str] = []
-    results: dict[Path, Path] = {}  # resolved -> as the user wrote it
-    gradients: dict[Path, Path] = {}
+    kinds: dict[str, dict[Path, Path]] = {RESULTS_FILE: {}, GRADIENTS_FILE: {}}
     for path in paths:
-        files = {name: result_files(path, name) for name in (RESULTS_FILE, GRADIENTS_FILE)}
-        if not any(files.values()):
+        found = {name: result_files(path, name) for name in kinds}
+        if not any(found.values()):
             raise InputError(
                 f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
                 f"such files), but {path} {'holds none' if path.is_dir() else 'does not exist'}."
             )
-        notes += failed_cells(path)
-        for file in files[RESULTS_FILE]:
-            results.setdefault(file.resolve(), file)
-        for file in files[GRADIENTS_FILE]:
-            gradients.setdefault(file.resolve(), file)
-    runs: list[Run] = []
-    for file in results.values():
-        rows, broken = read_results(file)
-        notes += broken
-        if not rows:
-            notes.append(f"{file}: no rows")
-            continue
-        label, budgets = read_cell(file.parent)
-        runs.append(Run(file.parent, tuple(rows), label, budgets))
+        notes += _failed_cells(path)
+        for name, files in found.items():
+            kinds[name] = {file.resolve(): file for file in files} | kinds[name]
+    runs: list[_Run] = []
+    for file in kinds[RESULTS_FILE].values():
+        parts, broken = _read_results(file)
+        notes += broken if parts or broken else [f"{file}: no rows"]
+        runs += [_Run(rows, *_read_cell(file.parent)) for rows in parts]
+    gradients, unread = read_gradients(list(kinds[GRADIENTS_FILE].values()))
+    notes += unread
     if not runs and not gradients:
         raise InputError(
-            f"Expected RUNS to hold result rows, but {', '.join(map(str, paths))} has none"
-            f"{': ' + notes[0] if notes else ''}."
+            f"Expected RUNS to hold result or gradient rows, but {', '.join(map(str, paths))} has "
+            f"none{': ' + notes[0] if notes else ''}."
         )
-    groups, doubles = _groups(runs)
-    if steps is not None:
-        wanted = tuple(sorted({float(step) for step in steps}))
-        groups = [dataclasses.replace(group, budgets=("step", wanted)) for group in groups]
-    notes += doubles + _unfinished(groups)
-    return Loaded(tuple(groups), tuple(notes), tuple(gradients.values()))
+    wanted = tuple(Budget("step", float(step)) for step in sorted(set(steps or ())))
+    groups, doubles = _groups(runs, wanted)
+    return ReportData(tuple(groups), (*notes, *doubles, *_notes(groups)), tuple(gradients))
 
 
-def best_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
-    """The best evaluation within a budget; a target that stopped early carries its value forward.
+def result_files(path: Path, name: str) -> list[Path]:
+    """Files of this name, of any rank, at or below a path; any other file counts as results."""
+    if path.is_file():
+        kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
+        return [path] if kind == name else []
+    # What is no plain file (a pipe, a loop of links) would be waited for without end.
+    of_ranks = name.replace(".", ".rank*.")  # not merged yet: the run goes on, or was killed
+    found = [*path.rglob(name), *path.rglob(of_ranks)]
+    return sorted(file for file in found if file.is_file())
 
-    Args:
-        row: With its trace.
-        axis: What the budget is counted in.
-        at: The budget; None for the whole run.
+
+def _read_results(file: Path) -> tuple[list[tuple[Inversion, ...]], list[str]]:
+    """The rows of a file by what they may be averaged with, and a note on the lines that are none.
+
+    Of a target that was written twice the later row counts.
     """
-    return max(_within(row, axis, at), key=lambda point: (point.lcs, -point.discrete_loss))
+    parts: dict[str, dict[tuple[str, int], Inversion]] = {}
+    broken: dict[int, str] = {}
+    try:
+        for number, line in read_lines(file):
+            try:
+                row = Inversion.from_json(parse_object(line))
+                _check_row(row)
+            except InputError as error:
+                broken[number] = str(error)
+                continue
+            settings = {**row.settings, "seed": None}
+            kind = [row.fingerprint, row.dtype, row.target_set, row.method, settings]
+            part = parts.setdefault(json.dumps(kind, sort_keys=True), {})
+            part[row.target_id, row.seed] = row
+    except OSError as error:
+        return [], [f"{file}: cannot be read ({error.strerror})"]
+    rows = [tuple(part.values()) for part in parts.values()]
+    if not broken:
+        return rows, []
+    named = ", ".join(map(str, list(broken)[:_NAMED_LINES]))
+    more = len(broken) - _NAMED_LINES
+    first, reason = next(iter(broken.items()))
+    return rows, [
+        f"{file}: {len(broken)} broken line{'s' if len(broken) > 1 else ''} left out, "
+        f"{named}{f' and {more} more' if more > 0 else ''} (line {first}: {reason})"
+    ]
 
 
-def last_point(row: Inversion, axis: Axis = "step", at: float | None = None) -> TracePoint:
-    """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
-    return _within(row, axis, at)[-1]
+def _check_row(row: Inversion) -> None:
+    """Raise `InputError` for a row that is JSON but not a result that can be averaged."""
+    if not row.trace or not row.target_ids or not row.prompt_ids:
+        raise InputError("its trace, target or prompt is empty")
+    for kind in ("prompt", "target", "output"):
+        if len(getattr(row, f"{kind}_ids")) != len(getattr(row, f"{kind}_tokens")):
+            raise InputError(f"its {kind} has not as many texts as ids")
+    shares = [row.lcs, *(point.lcs for point in row.trace)]
+    shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
+    if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
+        raise InputError("an LCS is not between 0 and 1")
 
 
-def _within(row: Inversion, axis: Axis, at: float | None) -> Sequence[TracePoint]:
-    return [p for p in row.trace if at is None or getattr(p, axis) <= at] or [row.trace[0]]
+def _read_cell(folder: Path) -> tuple[str | None, tuple[Budget, ...]]:
+    """Name and budgets that a comparison gave a run; None outside of one."""
+    try:
+        cell = build(_Cell, read_json_file(folder / CELL_FILE) or {})
+    except InputError:
+        return None, ()
+    is_known = cell.axis in get_args(Axis) and all(0 < at < math.inf for at in cell.budgets)
+    budgets = sorted(cell.budgets) if is_known else []
+    return cell.label, tuple(Budget(cast(Axis, cell.axis), at) for at in budgets)
 
 
-def _groups(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    labels = run_labels([run.label for run in runs], [run.rows[0] for run in runs])
-    by_group: dict[tuple[str, str, str, str], list[tuple[str, Run]]] = {}
+def _failed_cells(path: Path) -> Iterator[str]:
+    """A note on each run of a comparison that did not end well."""
+    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
+        error = (read_json_file(file) or {}).get("error")
+        yield f"{file.parent}: failed{f' ({error})' if isinstance(error, str) else ''}"
+
+
+# ---- Groups
+
+
+def _groups(runs: Sequence[_Run], wanted: tuple[Budget, ...]) -> tuple[list[Group], list[str]]:
+    """The runs by LM, dtype and targets, and notes on rows that are there twice."""
+    labels = run_labels([run.name for run in runs], [run.rows for run in runs])
+    by_group: dict[tuple[str, str, str], list[tuple[str, _Run]]] = {}
     for run, label in zip(runs, labels, strict=True):
         first = run.rows[0]
-        key = (first.model, first.fingerprint, first.dtype, first.target_set)
+        key = (first.fingerprint, first.dtype, first.target_set)
         by_group.setdefault(key, []).append((label, run))
     groups, notes = [], []
     for key, members in by_group.items():
         series, doubles = _series(members)
         notes += doubles
-        groups.append(Group(*key, series, _budgets(members)))
+        model = members[0][1].rows[0].model
+        groups.append(Group(model, *key, series, wanted or _budgets([run for _, run in members])))
     return sorted(groups, key=lambda group: -len(group.rows)), notes
 
 
-def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], list[str]]:
+def _series(members: Sequence[tuple[str, _Run]]) -> tuple[tuple[Series, ...], list[str]]:
     """The rows by label and N; of the same target and seed only the one with the larger budget."""
     rows: dict[tuple[str, int], dict[tuple[str, int], Inversion]] = {}
     doubles: dict[tuple[str, int], int] = {}
@@ -184,7 +365,7 @@ def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], lis
             before = mine.get((row.target_id, row.seed))
             if before is not None:
                 doubles[place] = doubles.get(place, 0) + 1
-            if before is None or _budget(row) > _budget(before):
+            if before is None or _budget_steps(row) > _budget_steps(before):
                 mine[row.target_id, row.seed] = row
     notes = [
         f"{label}, N={length}: {count} rows left out, their target and seed are there twice "
@@ -195,41 +376,40 @@ def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], lis
     return tuple(Series(*place, tuple(rows[place].values())) for place in ordered), notes
 
 
-def _budget(row: Inversion) -> int:
+def _budget_steps(row: Inversion) -> int:
     steps = row.settings.get("steps")
     return steps if isinstance(steps, int) else row.steps
 
 
-def _unfinished(groups: Sequence[Group]) -> list[str]:
-    """A note on rows that carry their value beyond what they ran for without being solved."""
-    notes = []
-    for group in groups:
-        axis, budgets = group.budgets
-        for series in group.series:
-            place = f"{group.model}, {series.label}, N={series.prompt_length}"
-            interrupted = sum(row.stop_reason == "interrupted" for row in series.rows)
-            if interrupted:
-                notes.append(
-                    f"{place}: {interrupted} of "
-                    f"{len(series.rows)} rows were interrupted; they count with what they reached"
-                )
-            short = sum(
-                row.stop_reason == "budget" and axis == "step" and row.steps < budgets[-1]
-                for row in series.rows
-            )
-            if short:
-                notes.append(
-                    f"{place}: {short} of {len(series.rows)} rows "
-                    f"had a budget of fewer than {budgets[-1]:g} steps; their last value is "
-                    "carried forward"
-                )
-    return notes
-
-
-def _budgets(members: Sequence[tuple[str, Run]]) -> tuple[Axis, tuple[float, ...]]:
+def _budgets(runs: Sequence[_Run]) -> tuple[Budget, ...]:
     """Those of the comparison; outside of one, the most steps that any target had."""
-    found = [run.budgets for _, run in members if run.budgets is not None]
+    found = [budget for run in runs for budget in run.budgets]
     if found:
-        axis = found[0][0]
-        return axis, tuple(sorted({v for a, values in found if a == axis for v in values}))
-    return "step", (float(max(row.steps for _, run in members for row in run.rows)),)
+        return tuple(sorted({budget for budget in found if budget.axis == found[0].axis}))
+    return (Budget("step", float(max(row.steps for run in runs for row in run.rows))),)
+
+
+def _notes(groups: Sequence[Group]) -> Iterator[str]:
+    """What a reader must know of rows that do not end where the last budget does."""
+    for group in groups:
+        last = group.budgets[-1]
+        for series in group.series:
+            of = f"of {len(series.rows)} rows"
+            place = f"{group.model}, {series.label}, N={series.prompt_length}"
+            if interrupted := sum(row.stop_reason == "interrupted" for row in series.rows):
+                yield (
+                    f"{place}: {interrupted} {of} were interrupted; they count with what they "
+                    "reached"
+                )
+            if last.axis == "step" and (
+                short := sum(r.stop_reason == "budget" and r.steps < last.at for r in series.rows)
+            ):
+                yield (
+                    f"{place}: {short} {of} had a budget of fewer than {last}; their last value "
+                    "is carried forward"
+                )
+            if late := sum(best_point(row, last).lcs < row.lcs for row in series.rows):
+                yield (
+                    f"{place}: {late} {of} found their prompt only beyond {last}; they count with "
+                    "what they had by then"
+                )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dlmi.metrics import lcs_members
-from dlmi.report.loading import Group
+from dlmi.report.loading import ReportData
 from dlmi.rows import DECODES, Inversion, TracePoint
 
 TRACE_POINTS = 64
@@ -36,39 +36,23 @@ class _SideTable:
         return self._places[key]
 
 
-def page_data(groups: Sequence[Group]) -> dict[str, Any]:
+def page_data(data: ReportData) -> dict[str, Any]:
     """Side tables, and the columns of all rows; the scripts beside it are its only reader."""
     names = ("targets", "vocabulary", "methods", "stops", "settings", "environments", "forms")
     tables = {name: _SideTable() for name in names}
     rows = [
         _row(tables, row, group_index, series.label)
-        for group_index, group in enumerate(groups)
+        for group_index, group in enumerate(data.groups)
         for series in group.series
         for row in series.rows
     ]
     return {
-        "groups": group_names(groups),
+        "groups": [title for title, _ in data.titled()],
         "decodes": list(DECODES),
         **{name: table.values for name, table in tables.items()},
         "count": len(rows),
         "columns": {name: [row[name] for row in rows] for name in (rows[0] if rows else ())},
     }
-
-
-def group_names(groups: Sequence[Group]) -> list[str]:
-    """The model of each group, and whatever else tells it from other groups of that model."""
-    names = []
-    for group in groups:
-        alike = [other for other in groups if other.model == group.model]
-        parts = [group.model]
-        if len({other.dtype for other in alike}) > 1:
-            parts.append(group.dtype)
-        if len({other.target_set for other in alike}) > 1:
-            parts.append(f"targets {group.target_set[:6]}")
-        if len({other.fingerprint for other in alike}) > 1:
-            parts.append(f"weights {group.fingerprint[:6]}")
-        names.append(" · ".join(parts))
-    return names
 
 
 def script_json(data: dict[str, Any]) -> str:

@@ -1,16 +1,18 @@
-"""How figures look: print-sized, and told apart without colour.
+"""How figures look: print-sized, told apart without colour, and with room for every text.
 
 Colours are those of Okabe and Ito without yellow, which is too pale for lines. Every method also
 has a hatch, a marker and a line style of its own, so that grey prints can be read.
 """
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.font_manager import FontProperties, get_font
@@ -26,17 +28,18 @@ _HATCHES = (
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 
-_FLOORS = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "s")}
-
-_LEGEND_POINTS = 7.5
+_WIDTH = 6.8  # inches: a text block
+_TITLE_POINTS, _POINTS = 8.5, 7.5
+_LONGEST_TEXT = 160
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8,
-    "axes.titlesize": 8.5,
+    "axes.titlesize": _TITLE_POINTS,
+    "figure.titlesize": _TITLE_POINTS,
     "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": _LEGEND_POINTS,
+    "xtick.labelsize": _POINTS,
+    "ytick.labelsize": _POINTS,
+    "legend.fontsize": _POINTS,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -54,53 +57,16 @@ _SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn in every figure of a report.
-
-    Attributes:
-        colour: Of its lines and bars.
-        hatch: Of its bars.
-        is_hollow: Whether its bars are white with a coloured hatch, not the other way round.
-        marker: Of its points.
-        dashes: Of its lines.
-    """
+    """How a method is drawn in every figure of a report, as matplotlib is told."""
 
     colour: str
-    hatch: str
-    is_hollow: bool
-    marker: str
-    dashes: Any
-
-    @property
-    def bar(self) -> dict[str, Any]:
-        """How matplotlib is told of its bars."""
-        if self.is_hollow:
-            fill, edge = "white", self.colour
-        else:
-            fill, edge = self.colour, "white"
-        return {"facecolor": fill, "edgecolor": edge, "hatch": self.hatch, "linewidth": 0.5}
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """How matplotlib is told of its lines."""
-        return {
-            "color": self.colour,
-            "linestyle": self.dashes,
-            "marker": self.marker,
-            "markeredgecolor": "white",
-            "markeredgewidth": 0.4,
-        }
+    bar: dict[str, Any]
+    line: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is not written yet.
-
-    Attributes:
-        name: Of its files, without suffix.
-        title: A few words.
-        caption: What is shown and how it was measured.
-        canvas: The picture.
-    """
+    """A figure that is not written yet; `name` is that of its files, without suffix."""
 
     name: str
     title: str
@@ -108,44 +74,33 @@ class Drawing:
     canvas: Canvas
 
 
-def floor_line(floor: str) -> dict[str, Any]:
-    """How matplotlib is told of a floor: a thin black line with a mark at its left end."""
-    dashes, marker = _FLOORS[floor]
-    return {
-        "color": "black",
-        "linewidth": 0.7,
-        "linestyle": dashes,
-        "marker": marker,
-        "markevery": [0],
-        "markersize": 4,
-        "markeredgewidth": 0.7,
-        "markerfacecolor": "white",
-        "clip_on": False,  # a floor may be 0
-    }
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: what stands above it, and how it is filled."""
 
-
-def numbered(name: str, title: str, caption: str, pages: Sequence[Canvas]) -> list[Drawing]:
-    """The pages of a figure; from the second on they say which one they are."""
-    return [
-        Drawing(name, title, caption, page)
-        if number == 1
-        else Drawing(f"{name}_{number}", f"{title}, part {number}", caption, page)
-        for number, page in enumerate(pages, start=1)
-    ]
+    title: str
+    draw: Callable[[Axes], None]
 
 
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:
     """One style each, in order."""
-    return {
-        label: Style(
-            _COLOURS[i % len(_COLOURS)],
-            _HATCHES[i % len(_HATCHES)],
-            i >= len(_COLOURS),
-            _MARKERS[i % len(_MARKERS)],
-            _DASHES[i % len(_DASHES)],
-        )
-        for i, label in enumerate(labels)
+    return {label: _style(place) for place, label in enumerate(labels)}
+
+
+def _style(place: int) -> Style:
+    colour = _COLOURS[place % len(_COLOURS)]
+    # The second time round, bars are white with a coloured hatch.
+    fill, edge = (colour, "white") if place < len(_COLOURS) else ("white", colour)
+    hatch = _HATCHES[place % len(_HATCHES)]
+    bar = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.5}
+    line = {
+        "color": colour,
+        "linestyle": _DASHES[place % len(_DASHES)],
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.4,
     }
+    return Style(colour, bar, line)
 
 
 @contextmanager
@@ -160,36 +115,96 @@ def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
         yield
 
 
-def new_canvas(width: float, height: float) -> Canvas:
-    """An empty figure of so many inches that needs no display."""
+def panel_grid(
+    panels: Sequence[Panel | None],
+    columns: int,
+    size: tuple[float, float],
+    labels: tuple[str, str] = ("", ""),
+    legend: Sequence[tuple[str, Artist]] = (),
+    heading: str = "",
+) -> Canvas:
+    """Panels under a heading, with one legend below them, on as much paper as it takes.
+
+    Args:
+        panels: From left to right, then down; None for a place that stays empty.
+        columns: How many beside each other.
+        size: Least inches of a panel, its texts left out.
+        labels: Of the axes below the lowest and beside the leftmost panels.
+        legend: Names and what they are drawn with.
+        heading: Over all of them.
+    """
+    rows = -(-len(panels) // columns)
+    width = max(_WIDTH, columns * size[0])
+    titles = [
+        safe_text(panel.title, width / columns - 0.55, _TITLE_POINTS) if panel else ""
+        for panel in panels
+    ]
+    head = safe_text(heading, width - 0.4, _TITLE_POINTS)
+    names = [safe_text(name, width - 0.8) for name, _ in legend]
+    longest = max((len(line) for name in names for line in name.split("\n")), default=1)
+    across = max(1, min(len(names), int(width / (_inches(longest) + 0.55))))
+    down = -(-len(names) // across)
+    lines = sum(
+        max(title.count("\n") + bool(title) for title in titles[row * columns :][:columns])
+        for row in range(rows)
+    )
+    lines += head.count("\n") + bool(head)
+    of_legend = down * (1 + max((name.count("\n") for name in names), default=0))
+    height = rows * size[1] + lines * 0.16 + of_legend * 0.17 + 0.3
     canvas = Canvas(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(canvas)
+    FigureCanvasAgg(canvas)  # needs no display
+    if head:
+        canvas.suptitle(head)
+    last = {i % columns: i for i, panel in enumerate(panels) if panel}
+    for i, panel in enumerate(panels):
+        if panel is None:
+            continue
+        axes = canvas.add_subplot(rows, columns, i + 1)
+        axes.set_title(titles[i])
+        panel.draw(axes)
+        if i == last[i % columns]:
+            axes.set_xlabel(labels[0])
+        if i % columns == 0:
+            axes.set_ylabel(labels[1])
+    if names:
+        canvas.legend(
+            [handle for _, handle in legend],
+            names,
+            loc="outside lower center",
+            ncols=-(-len(names) // down),  # as even as it gets
+            frameon=False,
+            handlelength=3,
+            columnspacing=1.2,
+        )
     return canvas
 
 
-def safe_text(text: str, longest: int = 40) -> str:
-    """Text that a figure can show: no markup, no character that the font lacks, not too long."""
+def numbered(name: str, title: str, caption: str, pages: Sequence[Canvas]) -> list[Drawing]:
+    """The pages of a figure; from the second on they say which one they are."""
+    return [
+        Drawing(name, title, caption, page)
+        if number == 1
+        else Drawing(f"{name}_{number}", f"{title}, part {number}", caption, page)
+        for number, page in enumerate(pages, start=1)
+    ]
+
+
+def safe_text(text: str, inches: float = _WIDTH, points: float = _POINTS) -> str:
+    """Text that a figure can show: no markup, no character that the font lacks, wrapped.
+
+    Args:
+        text: Anything.
+        inches: What a line may take.
+        points: Size of the font.
+    """
     known = get_font(find_font(FontProperties(family=_SETTINGS["font.family"]))).get_charmap()
     shown = "".join(c if ord(c) in known else "?" for c in visible(text))
-    if len(shown) > longest:
-        half = longest // 2
-        shown = f"{shown[: longest - half - 1]}…{shown[-half:]}"
+    if len(shown) > _LONGEST_TEXT:
+        shown = f"{shown[: _LONGEST_TEXT // 2]}…{shown[1 - _LONGEST_TEXT // 2 :]}"
+    shown = textwrap.fill(shown, max(12, int(inches / _inches(1, points))))
     return shown.replace("\\", "\\\\").replace("$", r"\$") if "$" in shown else shown
 
 
-def legend_below(canvas: Canvas, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """One legend for all panels, in as many columns as the longest label leaves room for."""
-    longest = max((len(label) for label in labels), default=1)
-    inches = (longest * 0.62 + 4.5) * _LEGEND_POINTS / 72
-    columns = max(1, min(len(labels), int(canvas.get_figwidth() / inches)))
-    rows = -(-len(labels) // columns)
-    columns = -(-len(labels) // rows)  # as even as it gets
-    canvas.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        handlelength=3,
-        columnspacing=1.2,
-    )
+def _inches(characters: int, points: float = _POINTS) -> float:
+    """About how wide so many characters are."""
+    return characters * 0.62 * points / 72

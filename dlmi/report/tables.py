@@ -1,171 +1,279 @@
 """The tables of measurements: one line per LM, N and method, never averaged across LMs."""
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import partial
 
+from dlmi.metrics import lcs_members
+from dlmi.report.blocks import Cell, ModelText, ReportTable
 from dlmi.report.estimates import (
     Estimate,
     Measure,
-    as_in_code_lcs,
     honest_lcs,
+    mean_of,
     mean_over_targets,
+    summarise,
 )
-from dlmi.report.loading import Axis, Group, Loaded, Series, best_point, last_point
-from dlmi.report.naming import budget_name, form_name, group_titles
-from dlmi.report.parts import Cell, ReportTable
+from dlmi.report.loading import Group, ReportData, Series
+from dlmi.report.names import form_name
 from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
 _METHODS_PER_TABLE = 6
+_SHOWN_PROMPTS = 60
 
-ERRORS = "Means over targets, seeds averaged first; s.e.: standard error over targets."
+_ERRORS = "Means over targets, seeds averaged first; s.e.: standard error over targets."
 
 
-def group_table(loaded: Loaded) -> ReportTable:
+def group_table(data: ReportData) -> ReportTable:
     """What was measured: the LMs and target sets that all other tables keep apart."""
-    rows = []
-    for name, group in zip(group_titles(loaded.groups), loaded.groups, strict=True):
-        found = group.rows
-        targets = {row.target_id: row for row in found}
-        lengths = sorted({len(row.target_ids) for row in targets.values()})
-        cells: tuple[Cell, ...] = (
-            *(name, group.model, _joined({row.revision for row in found}), group.fingerprint),
-            *(group.dtype, group.target_set, len(targets), _joined(lengths)),
-            *(_joined(group.prompt_lengths), len({row.seed for row in found}), len(found)),
-            _joined({row.device for row in found}),
-        )
-        rows.append(cells)
-    columns = (
-        *("name here", "LM", "revision", "weights", "dtype", "target set", "targets", "M", "N"),
-        *("seeds", "rows", "device"),
-    )
+    lines = []
+    for title, group in data.titled():
+        rows = group.rows
+        targets = {row.target_id: row for row in rows}
+        line: dict[str, Cell] = {
+            "name here": title,
+            "LM": group.model,
+            "revision": _joined({row.revision for row in rows}),
+            "weights": group.fingerprint,
+            "dtype": group.dtype,
+            "target set": group.target_set,
+            "targets": len(targets),
+            "M": _joined(sorted({len(row.target_ids) for row in targets.values()})),
+            "N": _joined(group.prompt_lengths),
+            "seeds": len({row.seed for row in rows}),
+            "rows": len(rows),
+            "device": _joined({row.device for row in rows}),
+            "made in several ways": group.mixed or None,
+        }
+        lines.append(line)
     caption = "Each line is shown apart in everything that follows."
-    return ReportTable("groups", "What was measured", caption, columns, tuple(rows))
+    if data.restrictions:
+        caption += f" All prompts were held to {data.restrictions}."
+    return ReportTable.of("groups", "What was measured", caption, lines)
 
 
-def summary_table(loaded: Loaded) -> ReportTable:
+def summary_table(data: ReportData) -> ReportTable:
     """The main numbers, at each budget."""
-    rows = []
-    for name, group, series in all_series(loaded):
-        axis, budgets = group.budgets
-        for at in budgets:
-            place = (name, series.prompt_length, budget_name(axis, at), series.label)
-            rows.append((*place, *_summary_cells(series.rows, axis, at)))
-    columns = (
-        *("LM", "N", "budget", "method", "targets", "seeds", "exact", "honest LCS", "s.e."),
-        *("cross-entropy", "as-in-code LCS", "s.e. of it", "seconds", "token passes"),
-    )
+    lines = []
+    for title, group, series in data.each():
+        for budget in group.budgets:
+            found = summarise(series, budget)
+            passes = mean_of(found.token_passes)
+            line: dict[str, Cell] = {
+                **_place(title, series, budget=str(budget)),
+                "targets": found.targets,
+                "seeds": found.seeds,
+                "exact": mean_of(found.exact),
+                "honest LCS": mean_of(found.lcs),
+                "s.e.": _error(found.lcs),
+                "cross-entropy": mean_of(found.loss),
+                "as-in-code LCS": mean_of(found.as_in_code),
+                "s.e. of it": _error(found.as_in_code),
+                "seconds": mean_of(found.seconds),
+                "token passes": None if passes is None else round(passes),
+            }
+            lines.append(line)
     caption = (
-        f"{ERRORS} Exact, honest LCS and cross-entropy (teacher-forced, per token) are of the "
+        f"{_ERRORS} Exact, honest LCS and cross-entropy (teacher-forced, per token) are of the "
         "best discrete prompt within the budget under a free greedy decode. The as-in-code LCS is "
         "of the relaxed prompt under the training decode at the last evaluation, as the DLMI "
         "authors' code logs it; it is no prompt that could be typed. Seconds are spent in a slot, "
         "beside its batch mates."
     )
-    return ReportTable("summary", "Results by method", caption, columns, tuple(rows))
+    return ReportTable.of("summary", "Results by method", caption, lines)
 
 
-def _summary_cells(rows: Sequence[Inversion], axis: Axis, at: float) -> tuple[Cell, ...]:
-    def mean(measure: Measure) -> Estimate | None:
-        return mean_over_targets(rows, measure)
-
-    exact = mean(lambda row: float(best_point(row, axis, at).lcs == 1))
-    loss = mean(lambda row: best_point(row, axis, at).discrete_loss)
-    seconds = mean(lambda row: last_point(row, axis, at).seconds)
-    passes = mean(lambda row: last_point(row, axis, at).token_passes)
-    return (
-        *(len({row.target_id for row in rows}), len({row.seed for row in rows})),
-        *(_mean(exact), *mean_and_error(mean(honest_lcs(axis, at))), _mean(loss)),
-        *mean_and_error(mean(as_in_code_lcs(axis, at))),
-        *(_mean(seconds), None if passes is None else round(passes.mean)),
-    )
-
-
-def lcs_matrix_table(loaded: Loaded) -> ReportTable:
+def lcs_matrix_table(data: ReportData) -> ReportTable:
     """LCS by form of the prompt and decode, with the floors below each LM and N."""
-    rows: list[tuple[Cell, ...]] = []
-    for name, group in zip(group_titles(loaded.groups), loaded.groups, strict=True):
+    lines: list[dict[str, Cell]] = []
+    for title, group in data.titled():
         for length in group.prompt_lengths:
-            members = [series for series in group.series if series.prompt_length == length]
+            members = group.of_length(length)
             for series in members:
                 for form in FORMS:
+                    estimates = [mean_over_targets(series.rows, _cell(form, d)) for d in DECODES]
+                    if form == "best_so_far" and any(estimates):
+                        honest = honest_lcs(group.budgets[-1])
+                        estimates[0] = mean_over_targets(series.rows, honest)
                     if form not in FLOORS:
-                        rows += _form_cells((name, length, series.label), series.rows, form)
+                        lines += _matrix_line(_place(title, series), form_name(form), estimates)
             everyone = [row for series in members for row in series.rows]
+            place: dict[str, Cell] = {"LM": title, "N": length, "method": "floor"}
             for form in FLOORS:
-                rows += _form_cells((name, length, "floor"), everyone, form)
+                estimates = [mean_over_targets(everyone, _cell(form, d)) for d in DECODES]
+                lines += _matrix_line(place, form_name(form), estimates)
             rate = mean_over_targets(everyone, lambda row: row.rank_one_rate)
-            if rate is not None:
-                cells = (name, length, "floor", "rank-1 rate after BoS")
-                rows.append((*cells, None, None, *mean_and_error(rate)))
-    columns = (
-        *("LM", "N", "method", "prompt", "free greedy", "s.e.", "teacher-forced"),
-        "s.e. of it",
-    )
+            lines += _matrix_line(place, "rank-1 rate after BoS", [None, rate])
     caption = (
-        f"LCS by form of the prompt and by decode, at the end of each target's run. {ERRORS} "
-        "Best so far under the free greedy decode is the honest LCS; all other forms are of the "
-        "last step. A Gumbel sample under teacher forcing is what the DLMI authors' code logs for "
+        f"LCS by form of the prompt and by decode. {_ERRORS} Best so far under the free greedy "
+        "decode is the honest LCS at the last budget; all other forms are of the last step. "
+        "A Gumbel sample under teacher forcing is what the DLMI authors' code logs for "
         "DLMI. Floors are over all rows of that N; the rank-1 rate is the share of target tokens "
         "that the LM puts first given BoS and the true tokens before: what teacher forcing gets "
         "right without any prompt."
     )
-    return ReportTable("lcs_matrix", "LCS by prompt and decode", caption, columns, tuple(rows))
+    return ReportTable.of("lcs_matrix", "LCS by prompt and decode", caption, lines)
 
 
-def settings_tables(loaded: Loaded) -> list[ReportTable]:
+def _cell(form: str, decode: str) -> Measure:
+    return lambda row: row.lcs_matrix.get(form, {}).get(decode)
+
+
+def _matrix_line(
+    place: dict[str, Cell], prompt: str, estimates: Sequence[Estimate | None]
+) -> list[dict[str, Cell]]:
+    """One line, or none where no row has the form."""
+    free, forced = estimates
+    line: dict[str, Cell] = {
+        **place,
+        "prompt": prompt,
+        "free greedy": mean_of(free),
+        "s.e.": _error(free),
+        "teacher-forced": mean_of(forced),
+        "s.e. of it": _error(forced),
+    }
+    return [line] if any(estimates) else []
+
+
+def overlap_table(data: ReportData) -> ReportTable:
+    """What prompts share with their targets, and how unlikely they are."""
+    lines = []
+    for title, _, series in data.each():
+        rows = series.rows
+        overlap = mean_over_targets(rows, lambda row: row.overlap_ratio)
+        hits = mean_over_targets(rows, lambda row: row.target_hit_ratio)
+        logs = mean_over_targets(rows, log_perplexity)
+        known = [row.prompt_perplexity or 0 for row in rows if log_perplexity(row) is not None]
+        line: dict[str, Cell] = {
+            **_place(title, series),
+            "overlap": mean_of(overlap),
+            "s.e.": _error(overlap),
+            "target hit": mean_of(hits),
+            "s.e. of it": _error(hits),
+            "perplexity (geometric mean)": None if logs is None else math.exp(logs.mean),
+            "perplexity (median)": statistics.median(known) if known else None,
+        }
+        lines.append(line)
+    caption = (
+        f"Of the best prompts. {_ERRORS} Overlap: share of prompt positions that hold a "
+        "token of the target; target hit: share of the target's distinct tokens that occur in the "
+        "prompt; perplexity: of the prompt under the LM, from its second token on."
+    )
+    return ReportTable.of("overlap", "Overlap and perplexity", caption, lines)
+
+
+def round_trip_table(data: ReportData) -> ReportTable:
+    """Whether prompts survive as text."""
+    lines = []
+    for title, group, series in data.each():
+        lcs = honest_lcs(group.budgets[-1])
+        shares = mean_over_targets(series.rows, lambda row: float(row.round_trips))
+        before = mean_over_targets(series.rows, lcs)
+        after = mean_over_targets(series.rows, partial(_pasted_lcs, lcs))
+        line: dict[str, Cell] = {
+            **_place(title, series),
+            "prompts": len(series.rows),
+            "encode back": mean_of(shares),
+            "s.e.": _error(shares),
+            "LCS from ids": mean_of(before),
+            "s.e. from ids": _error(before),
+            "LCS from text": mean_of(after),
+            "s.e. from text": _error(after),
+        }
+        lines.append(line)
+    caption = (
+        f"Share of the best prompts whose text encodes to the same tokens again, and the honest "
+        f"LCS before and after going through text. {_ERRORS} A prompt that was found only beyond "
+        "the last budget counts with the LCS before it, less what it loses in text."
+    )
+    return ReportTable.of("round_trip", "Round trip through text", caption, lines)
+
+
+def _pasted_lcs(honest: Measure, row: Inversion) -> float:
+    """The honest LCS less what the prompt loses in text."""
+    return (honest(row) or 0) - row.lcs + row.round_trip_lcs
+
+
+def log_perplexity(row: Inversion) -> float | None:
+    """Natural logarithm of the prompt's perplexity, where it has one."""
+    value = row.prompt_perplexity
+    return math.log(value) if value is not None and 0 < value < math.inf else None
+
+
+def prompt_table(data: ReportData) -> ReportTable:
+    """The prompts of the best method of each LM and N, the best seed of each target."""
+    places = [
+        (title, *_best_rows(group, length))
+        for title, group in data.titled()
+        for length in group.prompt_lengths
+    ]
+    share = max(1, _SHOWN_PROMPTS // max(1, len(places)))
+    lines = []
+    for title, series, rows in places:
+        count = min(share, len(rows))
+        for row in (rows[i * len(rows) // count] for i in range(count)):
+            # Tokens may be parts of characters: the whole text is shown where nothing is marked.
+            members = lcs_members(row.target_ids, row.output_ids)
+            output = zip(row.output_tokens, (not member for member in members), strict=True)
+            line: dict[str, Cell] = {
+                **_place(title, series),
+                "target id": row.target_id,
+                "k": row.k,
+                "target": ModelText([(row.target_text, False)]),
+                "prompt": ModelText([(row.prompt_text, False)]),
+                "prompt perplexity": row.prompt_perplexity,
+                "output": ModelText([(row.output_text, False)] if row.exact else output),
+                "LCS": row.lcs,
+                "seed": row.seed,
+            }
+            lines.append(line)
+    caption = (
+        "What was found by the method with the highest mean honest LCS of each LM and N: for each "
+        "target the seed with the highest LCS, so this is a selection and no average. The output "
+        "is the greedy decode of the prompt; its differences from the target (what is outside "
+        "their longest common subsequence) are marked. ⏎ is a newline, ⇥ a tab, ␣ a space."
+    )
+    if left_out := sum(len(rows) for *_, rows in places) - len(lines):
+        caption += f" {left_out} further targets are left out, evenly over the difficulties."
+    return ReportTable.of("prompts", "Prompts and outputs", caption, lines)
+
+
+def _best_rows(group: Group, length: int) -> tuple[Series, list[Inversion]]:
+    """The best series of an N, and its best row of each target, by difficulty."""
+    budget = group.budgets[-1]
+
+    def mean_lcs(series: Series) -> float:
+        found = mean_over_targets(series.rows, honest_lcs(budget))
+        return found.mean if found else 0.0
+
+    series = max(group.of_length(length), key=mean_lcs)
+    best: dict[str, Inversion] = {}
+    for row in sorted(series.rows, key=lambda row: (row.lcs, -row.discrete_loss)):
+        best[row.target_id] = row
+    return series, sorted(best.values(), key=lambda row: (row.k is None, row.k or 0, row.target_id))
+
+
+def settings_tables(data: ReportData) -> list[ReportTable]:
     """All arguments of the methods, settings down and methods across."""
     rows: dict[str, list[Inversion]] = {}
-    for _, _, series in all_series(loaded):
+    for _, _, series in data.each():
         rows.setdefault(series.label, []).extend(series.rows)
     labels = list(rows)
     parts = [labels[i : i + _METHODS_PER_TABLE] for i in range(0, len(labels), _METHODS_PER_TABLE)]
     tables = []
-    for number, part in enumerate(parts):
-        names = dict.fromkeys(
-            name for label in part for row in rows[label] for name in row.settings
-        )
-        lines: list[tuple[Cell, ...]] = [
-            ("method", *(_joined({row.method for row in rows[label]}) for label in part))
-        ]
+    for number, part in enumerate(parts, start=1):
+        names = dict.fromkeys(n for label in part for row in rows[label] for n in row.settings)
+        methods = [_joined({row.method for row in rows[label]}) for label in part]
+        lines: list[tuple[Cell, ...]] = [("method", *methods)]
         lines += [(name, *(_setting(rows[label], name) for label in part)) for name in names]
-        suffix = "" if len(parts) == 1 else f"_{number + 1}"
-        title = "Settings of the methods" + (f", part {number + 1}" if suffix else "")
+        suffix, of = ("", "") if len(parts) == 1 else (f"_{number}", f", part {number}")
         caption = "Every argument of each method; several values where its runs differ."
-        table = ReportTable(f"settings{suffix}", title, caption, ("setting", *part), tuple(lines))
-        tables.append(table)
+        title = f"Settings of the methods{of}"
+        columns = ("setting", *part)
+        tables.append(ReportTable(f"settings{suffix}", title, caption, columns, tuple(lines)))
     return tables
-
-
-def all_series(loaded: Loaded) -> Iterator[tuple[str, Group, Series]]:
-    """Every series with its group and what that is called, by N."""
-    for name, group in zip(group_titles(loaded.groups), loaded.groups, strict=True):
-        for length in group.prompt_lengths:
-            for series in group.series:
-                if series.prompt_length == length:
-                    yield name, group, series
-
-
-def _form_cells(
-    place: tuple[Cell, ...], rows: Sequence[Inversion], form: str
-) -> list[tuple[Cell, ...]]:
-    """One line, or none where no row has the form."""
-
-    def measure(decode: str) -> Measure:
-        return lambda row: row.lcs_matrix.get(form, {}).get(decode)
-
-    estimates = [mean_over_targets(rows, measure(decode)) for decode in DECODES]
-    if not any(estimates):
-        return []
-    return [(*place, form_name(form), *(x for e in estimates for x in mean_and_error(e)))]
-
-
-def _mean(found: Estimate | None) -> Cell:
-    return None if found is None else found.mean
-
-
-def mean_and_error(found: Estimate | None) -> tuple[Cell, Cell]:
-    """Two cells."""
-    return (None, None) if found is None else (found.mean, found.error)
 
 
 def _setting(rows: Sequence[Inversion], name: str) -> Cell:
@@ -174,6 +282,14 @@ def _setting(rows: Sequence[Inversion], name: str) -> Cell:
     return _joined([v if isinstance(v, str) else json.dumps(v) for v in values]) if found else None
 
 
-def _joined(values: "set[str] | set[str | None] | Sequence[object]") -> str:
-    ordered = sorted(map(str, values)) if isinstance(values, set) else map(str, values)
-    return ", ".join(ordered)
+def _place(title: str, series: Series, **more: Cell) -> dict[str, Cell]:
+    return {"LM": title, "N": series.prompt_length, **more, "method": series.label}
+
+
+def _error(found: Estimate | None) -> float | None:
+    return None if found is None else found.error
+
+
+def _joined(values: Iterable[object]) -> str:
+    """The values in a line; those of a set sorted."""
+    return ", ".join(sorted(map(str, values)) if isinstance(values, set) else map(str, values))

@@ -6,17 +6,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlmi.report.blocks import Cell, Figure, ModelText, ReportTable, format_cell
 from dlmi.report.latex import latex_table
-from dlmi.report.loading import Loaded
-from dlmi.report.page import format_cell
-from dlmi.report.parts import Cell, Figure, ModelText, ReportTable
+from dlmi.report.loading import ReportData
 from dlmi.report.styles import Drawing, house_style
 from dlmi.text import escape_markdown, visible
 from dlmi.version import __version__
 
 _DOTS_PER_INCH = 200
 
-# Characters of our own text that Markdown or HTML would take for markup.
 # What Markdown reads as more than a character. An underscore inside a word and brackets that no
 # address follows are what they are.
 _MARKUP = re.compile(r"[\\`*{}<>|~$&#!]|(?<!\w)_|_(?!\w)|\](?=\s*[(\[:])")
@@ -27,7 +25,7 @@ _FORMULA = ("=", "+", "-", "@")
 
 def write_figures(folder: Path, drawings: Sequence[Drawing]) -> list[Figure]:
     """Each drawing as PNG, PDF and SVG, undated: the same data give the same files."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     figures = []
     for drawing in drawings:
         with house_style(svg_salt=drawing.name):
@@ -45,7 +43,7 @@ def write_figures(folder: Path, drawings: Sequence[Drawing]) -> list[Figure]:
 
 def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
     """Each table as Markdown, CSV and LaTeX."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for table in tables:
         texts = {"md": markdown_file(table), "csv": csv_table(table), "tex": latex_table(table)}
         for suffix, text in texts.items():
@@ -53,20 +51,19 @@ def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
 
 
 def write_text(
-    path: Path, loaded: Loaded, figures: Sequence[Figure], tables: Sequence[ReportTable]
+    path: Path, data: ReportData, figures: Sequence[Figure], tables: Sequence[ReportTable]
 ) -> None:
     """`report.md`: what was measured, what was wrong, then every figure and table."""
-    rows = [row for group in loaded.groups for row in group.rows]
     lines = [
         "# Report",
         "",
-        f"{len(rows)} results of {len(loaded.groups)} set{'s' * (len(loaded.groups) != 1)} of LM "
+        f"{len(data.rows)} results of {len(data.groups)} set{'s' * (len(data.groups) != 1)} of LM "
         f"and targets, written by dlmi {__version__}. Rows of different LMs, dtypes or target "
         "sets are never averaged together.",
         "",
         "## Notes",
         "",
-        *([f"- {markdown_text(note)}" for note in loaded.notes] or ["Every line could be read."]),
+        *([f"- {markdown_text(note)}" for note in data.notes] or ["Every line could be read."]),
         "",
         "## Figures",
         "",
@@ -92,11 +89,9 @@ def markdown_file(table: ReportTable) -> str:
 
 def markdown_table(table: ReportTable) -> str:
     """Only the table: numbers to the right."""
-    columns = range(len(table.columns))
-    are_numbers = [all(_is_number(row[i]) for row in table.rows) for i in columns]
     lines = [
         [markdown_text(column) for column in table.columns],
-        ["---:" if is_number else "---" for is_number in are_numbers],
+        ["---:" if table.is_number(i) else "---" for i in range(len(table.columns))],
         *([markdown_cell(cell) for cell in row] for row in table.rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -144,10 +139,6 @@ def _reads_as_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_number(value: Cell) -> bool:
-    return value is None or isinstance(value, int | float)
 
 
 def _write(path: Path, text: str) -> None:

@@ -28,8 +28,15 @@ from dlmi.methods import DLMI
 from dlmi.report.gradient_sets import ks_table, read_gradients
 from dlmi.report.loading import load
 from dlmi.report.page import write_page
-from dlmi.report.prompt_tables import overlap_table, prompt_table, round_trip_table
-from dlmi.report.tables import group_table, lcs_matrix_table, settings_tables, summary_table
+from dlmi.report.tables import (
+    group_table,
+    lcs_matrix_table,
+    overlap_table,
+    prompt_table,
+    round_trip_table,
+    settings_tables,
+    summary_table,
+)
 from dlmi.report.writing import write_tables
 from dlmi.rows import Inversion
 from dlmi.targets.files import read_targets, write_targets

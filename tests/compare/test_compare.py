@@ -158,7 +158,7 @@ def test_every_cell_is_an_ordinary_run(copied):
 
 def test_a_report_finds_labels_and_budgets(copied):
     [group] = load([copied]).groups
-    assert group.budgets == ("step", (4.0, 12.0))
+    assert [str(budget) for budget in group.budgets] == ["4 steps", "12 steps"]
     assert group.labels == ["DLMI(1)", "SODA"]
 
 
@@ -173,8 +173,8 @@ def test_sizes_bring_their_target_lengths_and_budgets(grid):
     longer, shorter = sorted(
         load([Path(settings["out"])]).groups, key=lambda group: group.prompt_lengths
     )
-    assert (longer.prompt_lengths, longer.budgets) == ([3], ("step", (4.0, 12.0)))
-    assert (shorter.prompt_lengths, shorter.budgets) == ([5], ("step", (2.0, 8.0)))
+    assert (longer.prompt_lengths, longer.budgets) == ([3], (("step", 4.0), ("step", 12.0)))
+    assert (shorter.prompt_lengths, shorter.budgets) == ([5], (("step", 2.0), ("step", 8.0)))
     assert {len(row.target_ids) for row in longer.rows} == {4}
     assert {len(row.target_ids) for row in shorter.rows} == {2}
     assert {row.settings["steps"] for row in shorter.rows} == {8}
@@ -194,9 +194,9 @@ def test_token_budgets_are_an_axis_of_budgets(grid):
     settings = grid(steps=None, token_budgets=[60, 120], methods=SODA)
     assert run("compare", "--config", write(settings)) == 0
     [group] = load([Path(settings["out"])]).groups
-    assert group.budgets == ("token_passes", (60.0, 120.0))
+    assert group.budgets == (("token_passes", 60.0), ("token_passes", 120.0))
     for row in group.rows:
-        early, late = (best_point(row, "token_passes", at) for at in (60, None))
+        early, late = (best_point(row, budget) for budget in (group.budgets[0], None))
         assert early.token_passes <= 60
         assert late.lcs == row.lcs
 
@@ -372,7 +372,7 @@ def test_a_comparison_of_an_earlier_version_is_read_but_not_continued(grid, tmp_
     [group] = load([folder]).groups
     [label] = group.labels
     assert label.startswith("SODA")
-    assert group.budgets == ("token_passes", (3000.0, 6000.0, 12000.0))
+    assert [budget.at for budget in group.budgets] == [3000.0, 6000.0, 12000.0]
 
 
 def test_a_second_comparison_in_the_same_folder_is_refused(grid, capsys):

@@ -12,10 +12,10 @@ from helpers.headless_chromium import CHROMIUM, NAMES, Chromium
 from helpers.methods import SMALL
 
 from dlmi import DLMI, Inverter
-from dlmi.report.loading import Group, Loaded, Series
-from dlmi.report.page import DASH, write_page
+from dlmi.report.blocks import Figure, ModelText, ReportTable, format_cell
+from dlmi.report.loading import Budget, Group, ReportData, Series
+from dlmi.report.page import write_page
 from dlmi.report.page_data import TRACE_POINTS, thin_trace
-from dlmi.report.parts import Figure, ModelText, ReportTable
 from dlmi.rows import TracePoint
 
 needs_chromium = pytest.mark.skipif(
@@ -44,21 +44,23 @@ def row(made, fit, data):
 def loaded(*series, notes=(), **changes):
     """Results as they are read, of one group."""
     first = series[0].rows[0]
-    group = Group(first.model, first.fingerprint, first.dtype, "set", series, ("step", (12.0,)))
-    return Loaded((dataclasses.replace(group, **changes),), notes, ())
+    group = Group(
+        first.model, first.fingerprint, first.dtype, "set", series, (Budget("step", 12.0),)
+    )
+    return ReportData((dataclasses.replace(group, **changes),), notes)
 
 
 def said(row, words, **changes):
     """The row with another output, token by token; ids are made from the words."""
     tokens = tuple(words.split(" "))
     ids = tuple(sum(map(ord, token)) for token in tokens)
-    return dataclasses.replace(
-        row,
-        output_text=words,
-        output_tokens=tokens,
-        output_ids=ids,
-        **changes,
-    )
+    made = {"output_text": words, "output_tokens": tokens, "output_ids": ids, **changes}
+    if "lcs" in changes:
+        first, *rest = row.trace
+        point = {"lcs": changes["lcs"], "as_in_code_lcs": row.as_in_code_lcs}
+        made["trace"] = (*(dataclasses.replace(p, lcs=0.0) for p in (first, *rest[:-1])),)
+        made["trace"] += (dataclasses.replace(row.trace[-1], **point),)
+    return dataclasses.replace(row, **made)
 
 
 def six(row):
@@ -212,13 +214,14 @@ def test_summary_sets_the_two_measures_apart(tmp_path, row):
 def test_groups_of_one_model_are_told_apart(tmp_path, row):
     one = loaded(Series("a", 5, (row,)), target_set="123456789").groups[0]
     other = dataclasses.replace(one, target_set="abcdefghi")
-    write_page(tmp_path / "page.html", Loaded((one, other), (), ()), [], [])
+    write_page(tmp_path / "page.html", ReportData((one, other), ()), [], [])
     names = data_of(tmp_path / "page.html")["groups"]
-    assert names == [f"{row.model} · targets 123456", f"{row.model} · targets abcdef"]
+    model = Path(row.model).name
+    assert names == [f"{model} · targets 123456", f"{model} · targets abcdef"]
 
 
 def test_page_without_results(tmp_path):
-    write_page(tmp_path / "page.html", Loaded((), ("a note",), ()), [], [])
+    write_page(tmp_path / "page.html", ReportData((), ("a note",)), [], [])
     assert "No result rows" in (tmp_path / "page.html").read_text()
 
 
@@ -228,7 +231,7 @@ def test_page_without_results(tmp_path):
 def test_tables_mark_the_wrong_tokens(tmp_path):
     text = ModelText([("right<b>", False), (" wrong", True)])
     table = ReportTable("prompts", "Prompts", "One.", ("output",), ((text,),))
-    write_page(tmp_path / "page.html", Loaded((), (), ()), [], [table])
+    write_page(tmp_path / "page.html", ReportData((), ()), [], [table])
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'right&lt;b&gt;<mark class="miss">␣wrong</mark></td>' in page
 
@@ -299,7 +302,7 @@ def test_sorting_by_number_and_by_text(browser, page):
     assert column(browser, "id") == ids[::-1]
     for _ in range(2):  # rows without a value come last either way
         sort(browser, "perplexity")
-        assert column(browser, "perplexity")[2:] == [DASH] * 4
+        assert column(browser, "perplexity")[2:] == [format_cell(None)] * 4
 
 
 @needs_chromium

@@ -20,11 +20,16 @@ from scipy import stats
 from dlmi import DLMI, InputError, Inverter, TargetDataModule, read_rows
 from dlmi.gradient_rows import STATISTICS, read_gradient_rows
 from dlmi.gradients import GradientRow, Statistic, estimators
-from dlmi.report import claim_rules
-from dlmi.report.bars import draw_bars
-from dlmi.report.checklist import CLAIMS
-from dlmi.report.claims import claims_table
-from dlmi.report.curves import best_so_far, draw_anytime, draw_temperature, mean_curve
+from dlmi.report.blocks import ModelText, ReportTable, format_cell
+from dlmi.report.claims.gradient_rules import (
+    FIXED_HIGH,
+    FIXED_LOW,
+    LEARNED,
+    REINFORCE,
+    gradient_views,
+)
+from dlmi.report.claims.table import claim_cases, claims_table
+from dlmi.report.claims.verdicts import CLAIMS, above, below, between, decide
 from dlmi.report.estimates import (
     Estimate,
     by_target,
@@ -34,19 +39,19 @@ from dlmi.report.estimates import (
     slope,
     unpaired,
 )
-from dlmi.report.gradient_claims import FIXED_HIGH, FIXED_LOW, GRADIENT_CLAIMS, LEARNED, REINFORCE
+from dlmi.report.figures import best_so_far, draw_anytime, draw_bars, draw_temperature, mean_curve
+from dlmi.report.gradient_figures import draw_violins
 from dlmi.report.gradient_sets import GradientSet, gradient_sets, ks_table
 from dlmi.report.latex import escape_latex, latex_table
-from dlmi.report.loading import best_point, last_point, load
-from dlmi.report.method_names import paper_name, paper_role
-from dlmi.report.page import format_cell
-from dlmi.report.parts import ModelText, ReportTable
-from dlmi.report.prompt_tables import prompt_table
-from dlmi.report.scene import as_in_code_scene, honest_scene
+from dlmi.report.loading import Budget, best_point, last_point, load
+from dlmi.report.names import paper_name, paper_role
 from dlmi.report.styles import house_style, safe_text
-from dlmi.report.tables import lcs_matrix_table, settings_tables, summary_table
-from dlmi.report.verdicts import above, below, between, decide
-from dlmi.report.violins import _log_ticks, draw_violins
+from dlmi.report.tables import (
+    lcs_matrix_table,
+    prompt_table,
+    settings_tables,
+    summary_table,
+)
 from dlmi.report.writing import csv_table, markdown_table, write_figures
 from dlmi.rows import TracePoint
 from dlmi.targets.sources import ByRank
@@ -199,11 +204,12 @@ def test_slope_and_unpaired_agree_with_scipy():
 
 def test_a_target_that_stopped_carries_its_value_forward(make_row):
     row = make_row(0.0, 0.6, 0.3)
-    assert [best_point(row, "step", at).lcs for at in (0, 9, 10, 20, 999, None)] == [
-        *(0.0, 0.0, 0.6, 0.6, 0.6, 0.6)
-    ]
-    assert last_point(row, "step", 20).lcs == 0.3
-    assert best_point(row, "token_passes", 5).step == 0  # before the first evaluation: that one
+    found = [best_point(row, Budget("step", at)).lcs for at in (0, 9, 10, 20, 999)]
+    assert found == [0.0, 0.0, 0.6, 0.6, 0.6]
+    assert best_point(row).lcs == 0.6
+    assert last_point(row, Budget("step", 20)).lcs == 0.3
+    # Before the first evaluation: that one.
+    assert best_point(row, Budget("token_passes", 5)).step == 0
 
 
 def test_curves_carry_forward_and_average_seeds_first(make_row):
@@ -212,7 +218,7 @@ def test_curves_carry_forward_and_average_seeds_first(make_row):
         make_row(0.0, 0.0, 0.0, 0.5, target="a", seed=1),
         make_row(0.0, 0.25, 0.0, 0.25, target="b"),
     ]
-    curve = mean_curve(rows, "step", best_so_far)
+    curve = mean_curve([(row.target_id, best_so_far(row, "step")) for row in rows])
     assert curve.xs == [0, 10, 20, 30]
     assert curve.means == pytest.approx([0, (0.5 + 0.25) / 2, (0.5 + 0.25) / 2, (0.75 + 0.25) / 2])
     assert curve.errors[1] == pytest.approx(0.125)
@@ -293,8 +299,8 @@ def test_rows_with_smaller_budgets_or_interrupted_are_noted(make_row, write_run,
 
 
 def test_steps_of_the_command_replace_those_of_a_comparison(two_methods, tmp_path):
-    assert two_methods.groups[0].budgets == ("step", (10.0, 20.0))
-    assert load([tmp_path / "runs"], steps=[5]).groups[0].budgets == ("step", (5.0,))
+    assert two_methods.groups[0].budgets == (("step", 10.0), ("step", 20.0))
+    assert load([tmp_path / "runs"], steps=[5]).groups[0].budgets == (("step", 5.0),)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +315,7 @@ def test_steps_of_the_command_replace_those_of_a_comparison(two_methods, tmp_pat
         ("REINFORCE", {"teacher_forcing": False, "baseline": "ema"}, "REINFORCE", "REINFORCE"),
         ("REINFORCE", {"teacher_forcing": False, "baseline": "rloo"}, "REINFORCE", None),
         ("SODA", {"loss": "margin"}, "SODA", "SODA"),
-        ("SODA", {"loss": "margin", "allowed_tokens": "all"}, "SODA", "SODA"),
-        ("SODA", {"loss": "margin", "allowed_tokens": "ascii"}, "SODA", None),
-        ("SODA", {"loss": "margin", "forbid_target_tokens": "ids"}, "SODA", None),
+        ("SODA", {"loss": "margin", "allowed_tokens": "ascii"}, "SODA", "SODA"),
         ("Mine", {}, "Mine", None),
         ("Refined", {"first": {"method": "DLMI", "tau0": 100.0}}, "DLMI(100) + search", None),
     ],
@@ -466,21 +470,22 @@ def test_long_tables_break_over_pages():
 def test_text_in_figures_is_safe():
     assert "$" not in safe_text("a$b$c").replace(r"\$", "")
     assert "🙂" not in safe_text("🙂 \x1b 水")
-    assert len(safe_text("x" * 200)) <= 40
+    lines = safe_text("x" * 200, inches=2).split("\n")
+    assert max(map(len, lines)) < 32
+    assert "…" in "".join(lines)
 
 
 # Claims
 
 
-def claim(number):
-    return next(claim for claim in CLAIMS if claim.number == number)
+def rule_of(number):
+    return next(rule for each, rule in CLAIMS if each.number == number)
 
 
-def outcomes(loaded, number):
-    [group] = loaded.groups
-    rule = claim(number).rule
-    scenes = honest_scene(group), as_in_code_scene(group)
-    return [decide(list(rule(scene))) for scene in scenes]
+def outcomes(data, number):
+    """Verdict and evidence of a claim, on our metric and on the authors'."""
+    [(_, views)] = claim_cases(data)["group"]
+    return [decide(list(rule_of(number)(view))) for view in views]
 
 
 @pytest.fixture
@@ -516,13 +521,13 @@ def forced_against_free(make_row, write_run, tmp_path):
 )
 def test_teacher_forcing_is_decided_on_paired_differences(forced_against_free, gains, verdict):
     honest, in_code = outcomes(forced_against_free(gains, in_code_gain=0.2), "5")
-    assert honest.verdict == verdict
-    assert f"{len(gains)} targets" in honest.evidence
-    assert in_code.verdict == ("holds" if len(gains) > 2 else "not decided")
+    assert honest[0] == verdict
+    assert f"{len(gains)} targets" in honest[1]
+    assert in_code[0] == ("holds" if len(gains) > 2 else "not decided")
 
 
 def test_claims_without_their_runs_are_not_tested(forced_against_free):
-    table = claims_table(forced_against_free([0.2, 0.25, 0.15]), [])
+    table = claims_table(forced_against_free([0.2, 0.25, 0.15]))
     verdicts = {str(row[0]): row[3] for row in table.rows}
     numbers = {int(re.match(r"\d+", number)[0]) for number in verdicts}
     assert numbers == set(range(1, 18))
@@ -540,17 +545,17 @@ def test_dlmi_must_beat_every_other_method(make_row, write_run, tmp_path):
             for i in range(4)
         ]
         write_run(method, rows)
-    honest, _ = outcomes(load([tmp_path / "runs"]), "1a")
-    assert honest.verdict == "fails"
-    assert "GCG" in honest.evidence
-    assert "1 of 2 hold, 1 fail" in honest.evidence
+    (verdict, evidence), _ = outcomes(load([tmp_path / "runs"]), "1a")
+    assert verdict == "fails"
+    assert "GCG" in evidence
+    assert "1 of 2 hold, 1 fail" in evidence
 
 
 def test_anytime_is_tested_on_the_prompt_of_the_moment(make_row, write_run, tmp_path):
     rows = [make_row(0.0, 0.8, 0.1 + 0.01 * i, target=f"t{i}") for i in range(4)]
     write_run("a", rows, label="x")
     honest, _ = outcomes(load([tmp_path / "runs"]), "9")
-    assert honest.verdict == "fails"  # the best so far cannot fall, the prompt of the moment can
+    assert honest[0] == "fails"  # the best so far cannot fall, the prompt of the moment can
 
 
 def test_difficulty_claims_look_at_the_line_over_k(make_row, write_run, tmp_path):
@@ -568,8 +573,9 @@ def test_difficulty_claims_look_at_the_line_over_k(make_row, write_run, tmp_path
     ]
     write_run("a", rows)
     loaded = load([tmp_path / "runs"])
-    assert outcomes(loaded, "8b")[0].verdict == "holds"
-    assert "from lowest to highest k" in outcomes(loaded, "8b")[0].evidence
+    verdict, evidence = outcomes(loaded, "8b")[0]
+    assert verdict == "holds"
+    assert "from lowest to highest k" in evidence
 
 
 def test_prompt_claims(make_row, write_run, tmp_path):
@@ -585,9 +591,7 @@ def test_prompt_claims(make_row, write_run, tmp_path):
     ]
     write_run("a", rows)
     loaded = load([tmp_path / "runs"])
-    assert [outcomes(loaded, n)[0].verdict for n in ("14", "15", "16")] == [
-        *("holds", "fails", "holds")
-    ]
+    assert [outcomes(loaded, n)[0][0] for n in ("14", "15", "16")] == [*("holds", "fails", "holds")]
 
 
 def test_a_larger_model_is_compared_unpaired(make_row, write_run, tmp_path):
@@ -597,7 +601,7 @@ def test_a_larger_model_is_compared_unpaired(make_row, write_run, tmp_path):
             for i in range(4)
         ]
         write_run(model.split("/")[-1], rows, label="a", budgets=[10])
-    table = claims_table(load([tmp_path / "runs"]), [])
+    table = claims_table(load([tmp_path / "runs"]))
     [row] = [row for row in table.rows if row[0] == "7"]
     assert row[2:4] == ("SmolLM3-3B-Base - smollm2-135m-instruct", "holds")
 
@@ -606,21 +610,19 @@ def test_one_refuting_finding_of_many_needs_a_corrected_interval():
     strong = Estimate(-0.5, 0.01, 10, 11)
     weak = Estimate(-0.021, 0.018, 10, 11)  # 95%: below 0.02; shared out over 20: not
     good = Estimate(0.5, 0.01, 10, 11)
-    assert decide([above("x", good), above("y", strong)]).verdict == "fails"
-    assert decide([above("y", weak)]).verdict == "fails"
-    assert decide([above("x", good)] * 19 + [above("y", weak)]).verdict == "not decided"
-    assert decide([below("x", strong, 0.0)]).verdict == "holds"
-    assert decide([between("x", good, 0.0, 0.4)]).verdict == "fails"
-    assert decide([]).verdict == "not tested"
+    assert decide([above("x", good), above("y", strong)])[0] == "fails"
+    assert decide([above("y", weak)])[0] == "fails"
+    assert decide([above("x", good)] * 19 + [above("y", weak)])[0] == "not decided"
+    assert decide([below("x", strong, 0.0)])[0] == "holds"
+    assert decide([between("x", good, 0.0, 0.4)])[0] == "fails"
+    assert decide([])[0] == "not tested"
 
 
 def test_every_rule_runs_on_rows_without_difficulty(make_row, write_run, tmp_path):
     for method in ("DLMI", "SODA", "GBDA", "REINFORCE"):
         write_run(method, [make_row(0.0, 0.1, k=None, method=method)])
-    [group] = load([tmp_path / "runs"]).groups
-    for each in CLAIMS:
-        assert decide(list(each.rule(honest_scene(group)))).verdict in ("not decided", "not tested")
-    assert claim_rules.POOR == 0.2
+    table = claims_table(load([tmp_path / "runs"]))
+    assert {row[3] for row in table.rows} == {"not decided", "not tested"}
 
 
 # Gradients
@@ -663,28 +665,22 @@ def test_violins_leave_out_what_a_logarithm_does_not_have():
     assert labels == ["REINFORCE", "GS tau=1", "single"]
 
 
-@pytest.mark.parametrize(
-    ("limits", "labels"),
-    [
-        ((-9.2, 0.3), ["$10^{-8}$", "$10^{-6}$", "$10^{-4}$", "$10^{-2}$", "$10^{0}$"]),
-        ((-1.1, 0.1), ["0.1", "0.2", "0.5", "1"]),
-        ((0.31, 0.6), ["2.33", "3.48"]),
-    ],
-)
-def test_ticks_are_powers_or_plain_numbers(limits, labels):
-    assert _log_ticks(*limits)[1] == labels
+def gradient_verdicts(found):
+    view, _ = gradient_views(found)
+    rules = {each.number: rule for each, rule in CLAIMS if each.kind == "gradients"}
+    return {number: decide(list(rule(view)))[0] for number, rule in rules.items()}
 
 
 def test_gradient_claims_and_tests():
     scales = {"REINFORCE": 10.0, "GS tau=1": 1.0, "GS tau=100": 100.0}
     found = GradientSet("here", tuple(gradient_rows(scales)))
-    verdicts = {each.number: each.decide(found)[0].verdict for each in GRADIENT_CLAIMS}
+    verdicts = gradient_verdicts(found)
     assert verdicts["10"] == "fails"  # above tau=1 but below tau=100
     assert verdicts["11"] == "fails"
     assert verdicts["12b"] == "not tested"
     scales |= {"GS tau=100": 0.1, "GS L tau0=1": 1.0, "GS L tau0=100": 1.1}
     found = GradientSet("here", tuple(gradient_rows(scales)))
-    verdicts = {each.number: each.decide(found)[0].verdict for each in GRADIENT_CLAIMS}
+    verdicts = gradient_verdicts(found)
     assert [verdicts[n] for n in ("10", "11", "12a", "12b")] == ["holds"] * 4
     assert len(ks_table([found]).rows) == 20  # ten pairs, two statistics
     assert ks_table([]) is None

@@ -15,7 +15,7 @@ from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.memory import RowsPerPass
 from dlmi.methods import DLMI, GBDA, GCG, REINFORCE, SODA
-from dlmi.report.method_names import paper_role, run_labels
+from dlmi.report.names import restrictions, run_labels
 from dlmi.rows import read_rows
 from dlmi.scoring import fluency
 from dlmi.scoring.engine import Engine
@@ -327,12 +327,11 @@ def test_reports_tell_fluent_runs_apart(data, fit):
         settings[weight] = next(iter(rows.values()))
     plain, fluent = settings[0.0], settings[0.3]
     del plain.settings["fluency"]
-    assert paper_role("DLMI", plain.settings) == "DLMI"
-    assert paper_role("DLMI", fluent.settings) is None
-    labels = run_labels([None, None], [plain, fluent])
+    assert restrictions(plain.settings) == {}
+    assert restrictions(fluent.settings) == {"fluency": 0.3}
+    labels = run_labels([None, None], [[plain], [fluent]])
     assert labels == ["DLMI(100) fluency=0.0", "DLMI(100) fluency=0.3"]
-    assert run_labels([None], [plain]) == ["DLMI(100)"]
-    assert run_labels([None], [fluent]) == ["DLMI(100) fluency=0.3"]
+    assert run_labels([None], [[plain]]) == ["DLMI(100)"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_untied"])

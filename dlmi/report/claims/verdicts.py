@@ -1,13 +1,15 @@
 """How a claim is decided from a number of findings, each an estimate with its interval."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dlmi.report.estimates import Estimate
 
 Verdict = Literal["holds", "fails", "not decided", "not tested"]
+# What a rule looks at: rows of one group, those of two LMs, gradient rows, or nothing yet.
+Kind = Literal["group", "pair", "gradients", "nothing"]
 
 CONFIDENCE = 0.95
 MIN_TARGETS = 3
@@ -39,40 +41,22 @@ class Finding:
 
     def holds(self) -> bool:
         """Whether the whole interval is where the claim wants it."""
-        low, high = self.estimate.interval(CONFIDENCE)
-        return self.is_known and self.wanted[0] < low and high < self.wanted[1]
+        return self.is_known and self.distance() < 0
 
     def fails(self, comparisons: int) -> bool:
-        """Whether the whole interval refutes the claim.
-
-        Args:
-            comparisons: How many findings could have: the error is shared out among them.
-        """
+        """Whether the whole interval refutes it, the error shared out among so many findings."""
         low, high = self.estimate.interval(1 - (1 - CONFIDENCE) / comparisons)
         return self.is_known and (high < self.refuted[0] or low > self.refuted[1])
-
-    def __str__(self) -> str:
-        low, high = self.estimate.interval(CONFIDENCE)
-        interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(low) else " (no interval)"
-        return f"{self.what}: {self.estimate.mean:.3f}{interval}, {self.estimate.targets} targets"
 
     def distance(self) -> float:
         """How far the claim is from safe here: the larger, the worse."""
         low, high = self.estimate.interval(CONFIDENCE)
         return max(self.wanted[0] - low, high - self.wanted[1])
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a claim.
-
-    Attributes:
-        verdict: The verdict.
-        evidence: The numbers that decided it, or what was missing.
-    """
-
-    verdict: Verdict
-    evidence: str
+    def __str__(self) -> str:
+        low, high = self.estimate.interval(CONFIDENCE)
+        interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(low) else " (no interval)"
+        return f"{self.what}: {self.estimate.mean:.3f}{interval}, {self.estimate.targets} targets"
 
 
 def above(what: str, estimate: Estimate, bound: float = 0.0, margin: float = NEGLIGIBLE) -> Finding:
@@ -90,25 +74,51 @@ def between(what: str, estimate: Estimate, low: float, high: float) -> Finding:
     return Finding(what, estimate, (low, high), (low, high))
 
 
-def decide(findings: Sequence[Finding]) -> Outcome:
-    """Holds if every finding does; fails if one refutes it; else it is not decided.
+def decide(findings: Sequence[Finding]) -> tuple[Verdict, str]:
+    """The verdict, and the numbers that decided it.
 
-    That all hold needs no correction for their number; that one fails does (Bonferroni).
+    A claim holds if every finding does and fails if one refutes it; else it is not decided. That
+    all hold needs no correction for their number; that one fails does (Bonferroni).
     """
     if not findings:
-        return Outcome("not tested", "no runs to compare")
+        return "not tested", "no runs to compare"
     held = [finding for finding in findings if finding.holds()]
     refuting = [finding for finding in findings if finding.fails(len(findings))]
+    verdict: Verdict = "fails" if refuting else "not decided"
+    shown = refuting or [finding for finding in findings if finding not in held]
     if len(held) == len(findings):
-        verdict: Verdict = "holds"
-        shown = findings
-    elif refuting:
-        verdict, shown = "fails", refuting
-    else:
-        verdict, shown = "not decided", [finding for finding in findings if finding not in held]
+        verdict, shown = "holds", held
+    counts = [f"{len(held)} of {len(findings)} hold"] if len(findings) > 1 else []
+    counts += [f"{len(refuting)} fail"] if refuting else []
     worst = sorted(shown, key=lambda finding: -finding.distance())[:_SHOWN_FINDINGS]
-    counts = f"{len(held)} of {len(findings)} hold" if len(findings) > 1 else ""
-    if refuting:
-        counts += f"{', ' if counts else ''}{len(refuting)} fail"
-    least = "; ".join(map(str, worst))
-    return Outcome(verdict, f"{counts}; {least}" if counts else least)
+    return verdict, "; ".join([", ".join(counts), *map(str, worst)] if counts else map(str, worst))
+
+
+Rule = Callable[[Any], Iterator[Finding]]
+CLAIMS: "list[tuple[claim, Rule]]" = []
+
+
+@dataclass(frozen=True)
+class claim:
+    """A claim of the paper; put before the rule that decides it, it enters both into `CLAIMS`.
+
+    Attributes:
+        number: In the paper's order; letters where its sentence says several things.
+        text: What it says, in short.
+        needs: What runs must hold for it to be tested.
+        metric: What it is decided on.
+        kind: What the rule looks at.
+        has_two_metrics: Whether the authors' own metric could say something else.
+    """
+
+    number: str
+    text: str
+    needs: str = field(kw_only=True)
+    metric: str = field(default="honest LCS", kw_only=True)
+    kind: Kind = field(default="group", kw_only=True)
+    has_two_metrics: bool = field(default=True, kw_only=True)
+
+    def __call__(self, rule: Rule) -> Rule:
+        """Enter it."""
+        CLAIMS.append((self, rule))
+        return rule

@@ -1,7 +1,8 @@
-"""Methods by their settings, in the words of the DLMI paper."""
+"""What a report calls things: methods in the words of the DLMI paper, prompts, difficulties."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,12 @@ from dlmi.rows import Inversion
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
 # What a prompt may be, unrestricted. Rows from before there was a choice lack them.
 _UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none", "fluency": 0.0}
+_FORMS = {
+    "best_so_far": "best so far",
+    "argmax": "argmax of the last step",
+    "softmax": "softmax without noise",
+    "gumbel_sample": "Gumbel sample",
+}
 
 Role = Literal["DLMI", "DLMI-TF", "GBDA", "REINFORCE", "SODA"]
 
@@ -38,10 +45,8 @@ def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
     """Which of the paper's methods this is, whatever its label; None for what it does not have.
 
     What makes the method must agree (estimator, temperature, teacher forcing, loss); step size,
-    samples and tau may differ. The paper's prompts may hold any token and need not be likely.
+    samples and tau may differ, and so may what a prompt may hold (`restrictions`).
     """
-    if any(_is_restricted(name, settings) for name in _UNRESTRICTED):
-        return None
     has_paper_loss = settings.get("loss", "cross_entropy") == "cross_entropy"
     is_relaxed = settings.get("estimator", "gumbel_softmax") == "gumbel_softmax"
     forced = bool(settings.get("teacher_forcing"))
@@ -60,6 +65,35 @@ def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
     return "SODA" if method == "SODA" and settings.get("loss", "margin") == "margin" else None
 
 
+def restrictions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Where prompts may not be whatever works, as in the paper; null leaves that to the method.
+
+    >>> restrictions({"allowed_tokens": "all", "forbid_target_tokens": "words", "fluency": None})
+    {'forbid_target_tokens': 'words'}
+    """
+    return {
+        name: settings[name]
+        for name, free in _UNRESTRICTED.items()
+        if settings.get(name) not in (None, free)
+    }
+
+
+def shared_restrictions(rows: Iterable[Inversion]) -> dict[str, Any]:
+    """The restrictions that hold for every one of these rows."""
+    found = [restrictions(row.settings) for row in rows]
+    first = found[0] if found else {}
+    return {name: v for name, v in first.items() if all(own.get(name) == v for own in found)}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings as labels show them.
+
+    >>> settings_text({"forbid_target_tokens": "words", "lr": 0.1})
+    'forbid_target_tokens=words lr=0.1'
+    """
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def natural_order(label: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in labels by their size.
 
@@ -70,34 +104,63 @@ def natural_order(label: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def run_labels(names: Sequence[str | None], firsts: Sequence[Inversion]) -> list[str]:
+def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]]) -> list[str]:
     """What each run is called: its name in a comparison, else the paper's.
 
-    Runs of one name that differ in settings get those added, and runs whose prompts may not be
-    whatever works always say so.
+    Runs of one name that differ in settings get those added, and so do runs whose prompts are
+    restricted, unless all are in the same way. Runs that differ only in where and with what they
+    were made, or in settings that one of them does not know, are one method, but where they have
+    done the same target with the same seed.
 
     Args:
         names: In a comparison; None outside of one.
-        firsts: One row of each run.
+        runs: The rows of each, of one method in one setting.
     """
-    found = [
+    firsts = [rows[0] for rows in runs]
+    shared = shared_restrictions(firsts)
+    labels = [
         paper_name(first.method, first.settings) if name is None else name
         for name, first in zip(names, firsts, strict=True)
     ]
     settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
-    labels = []
-    for name, mine in zip(found, settings, strict=True):
-        alike = [other for label, other in zip(found, settings, strict=True) if label == name]
-        differing = [
-            f"{key}={mine.get(key)}"
-            for key in dict.fromkeys(key for other in alike for key in other)
-            if key not in _AXES and (_differs(key, alike) or _is_restricted(key, mine))
-        ]
-        labels.append(f"{name} {' '.join(differing)}" if differing else name)
-    return labels
+    always = [{n for n in restrictions(row.settings) if n not in shared} for row in firsts]
+    labels = _told_apart(labels, settings, always)
+    where = [
+        {**own, **row.versions, "device": row.device}
+        for own, row in zip(settings, firsts, strict=True)
+    ]
+    known = set().union(*where)
+    where = [dict.fromkeys(known, None) | own for own in where]
+    done = Counter(
+        (label, row.target_set, row.target_id, row.seed, len(row.prompt_ids))
+        for label, rows in zip(labels, runs, strict=True)
+        for row in rows
+    )
+    twice = {label for (label, *_), count in done.items() if count > 1}
+    apart = _told_apart(labels, where, [set()] * len(labels))
+    return [a if label in twice else label for a, label in zip(apart, labels, strict=True)]
 
 
-def _as_now(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _told_apart(
+    labels: Sequence[str], settings: Sequence[Mapping[str, Any]], always: Sequence[set[str]]
+) -> list[str]:
+    """Labels with the settings in which those of one name differ, and some in any case."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for label, own in zip(labels, settings, strict=True):
+        for name, value in own.items():
+            values.setdefault((label, name), set()).add(json.dumps(value, sort_keys=True))
+    made = []
+    for label, own, kept in zip(labels, settings, always, strict=True):
+        shown = {
+            name: value
+            for name, value in own.items()
+            if name not in _AXES and (len(values[label, name]) > 1 or name in kept)
+        }
+        made.append(f"{label} {settings_text(shown)}" if shown else label)
+    return made
+
+
+def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Without nulls that leave it to the method what a prompt may be, and without `refine_after`.
 
     That and its width go where no search came after a relaxation.
@@ -111,12 +174,15 @@ def _as_now(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _is_restricted(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether prompts may not be whatever works; null leaves that to the method."""
-    return name in _UNRESTRICTED and settings.get(name) not in (None, _UNRESTRICTED[name])
+def form_name(form: str) -> str:
+    """A form of the prompt in words.
+
+    >>> form_name("best_of_8_samples")
+    'best of 8 samples'
+    """
+    return _FORMS.get(form, form.replace("_", " "))
 
 
-def _differs(name: str, settings: Iterable[dict[str, Any]]) -> bool:
-    free = _UNRESTRICTED.get(name)
-    values = (s.get(name) for s in settings)
-    return len({json.dumps(free if v is None else v, sort_keys=True) for v in values}) > 1
+def k_name(k: int | None) -> str:
+    """A difficulty; targets that were not generated have none."""
+    return "text" if k is None else str(k)
