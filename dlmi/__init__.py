@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for readers of types only: at run time `__getattr__` import
     from dlmi.invert_text import invert as invert
     from dlmi.lm.frozen_lm import FrozenLM as FrozenLM
     from dlmi.lm.loading import load_lm as load_lm
-    from dlmi.methods import DLMI as DLMI
+    from dlmi.methods import *  # noqa: F403
     from dlmi.rows import Inversion as Inversion
     from dlmi.rows import read_rows as read_rows
     from dlmi.run.data import TargetDataModule as TargetDataModule
@@ -22,19 +22,18 @@ if TYPE_CHECKING:  # for readers of types only: at run time `__getattr__` import
     from dlmi.targets.target import Target as Target
     from dlmi.tokens.vocabulary import Vocabulary as Vocabulary
 
+_METHODS = ("ADC", "DLMI", "GBDA", "GCG", "PEZ", "REINFORCE", "SODA", "Refined", "SwapSearch")
 _HOME = {
-    "DLMI": "dlmi.methods",
+    **dict.fromkeys(_METHODS, "dlmi.methods"),
+    **dict.fromkeys(("Inversion", "read_rows"), "dlmi.rows"),
+    **dict.fromkeys(("Progress", "invert"), "dlmi.invert_text"),
     "FrozenLM": "dlmi.lm.frozen_lm",
     "InputError": "dlmi.errors",
-    "Inversion": "dlmi.rows",
     "Inverter": "dlmi.run.inverter",
-    "Progress": "dlmi.invert_text",
     "Target": "dlmi.targets.target",
     "TargetDataModule": "dlmi.run.data",
     "Vocabulary": "dlmi.tokens.vocabulary",
-    "invert": "dlmi.invert_text",
     "load_lm": "dlmi.lm.loading",
-    "read_rows": "dlmi.rows",
 }
 
 __all__ = ["__version__", *_HOME]

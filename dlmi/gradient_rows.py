@@ -1,6 +1,6 @@
 """The gradient row: one self-contained JSON line per estimator, target, seed and step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,6 @@ from dlmi.errors import InputError
 from dlmi.jsonl import build, read_objects, to_line
 
 FILE_NAME = "gradients.jsonl"
-
-# Columns of a row that are statistics, in their order.
-STATISTICS = (
-    *("variance_max", "bias_max", "relative_variance", "snr", "cosine", "bias_over_norm", "norm"),
-)
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,7 @@ class GradientRow:
         estimator: Label of the measured estimator.
         trajectory: `own` if the state is one of the estimator's own run, else the label of the
             estimator whose run it is.
-        target_id: Which target.
-        k: Its difficulty, where it was generated.
         step: Optimisation steps taken before the state.
-        seed: Of the run.
         prompt_length: N.
         target_length: M.
         num_samples: Samples that one draw is the mean of, S.
@@ -67,12 +59,8 @@ class GradientRow:
         norm: Norm of the mean gradient.
         loss: Which loss J is the mean of.
         teacher_forcing: Whether the target's own prefix was fed.
-        model: Name of the LM.
-        revision: Commit, wheel version or hash of the LM.
-        fingerprint: Hash over the head of each of the LM's weights.
-        dtype: Of the LM.
-        device: Type of device.
-        versions: Of the packages that matter, and of Python.
+
+    The others are as in a result row, `dlmi.rows.Inversion`.
     """
 
     estimator: str
@@ -119,6 +107,10 @@ class GradientRow:
         if made.truth is not None and not isinstance(made.truth.get("kind"), str):
             raise InputError("`truth`: `kind` is missing")
         return made
+
+
+# Columns of a row that are statistics, in their order.
+STATISTICS = tuple(field.name for field in fields(GradientRow) if field.type is Statistic)
 
 
 def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:

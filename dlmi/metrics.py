@@ -8,22 +8,6 @@ import statistics
 from collections.abc import Sequence
 
 
-def lcs_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common subsequence.
-
-    >>> lcs_length([1, 2, 3, 4], [2, 4, 3])
-    2
-    """
-    lengths = [0] * (len(second) + 1)
-    for a in first:
-        diagonal = 0
-        for j, b in enumerate(second):
-            above = lengths[j + 1]
-            lengths[j + 1] = diagonal + 1 if a == b else max(above, lengths[j])
-            diagonal = above
-    return lengths[-1]
-
-
 def lcs_members(target_ids: Sequence[int], output_ids: Sequence[int]) -> list[bool]:
     """Which tokens of `output_ids` belong to one longest common subsequence with the target.
 
@@ -59,7 +43,7 @@ def lcs_ratio(target_ids: Sequence[int], output_ids: Sequence[int]) -> float:
     """
     if not target_ids:
         raise ValueError("Expected `target_ids` to hold at least one token, but it is empty.")
-    return lcs_length(target_ids, output_ids) / len(target_ids)
+    return sum(lcs_members(target_ids, output_ids)) / len(target_ids)
 
 
 def overlap_ratio(prompt_ids: Sequence[int], target_ids: Sequence[int]) -> float:

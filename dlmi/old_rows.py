@@ -14,6 +14,7 @@ _RUN_SETTINGS = (
     *("prompt_length", "steps", "token_budget", "eval_every", "prompt_bos", "allowed_tokens"),
     *("forbid_target_tokens", "fluency", "norm_gradient_scale", "seed", "precision"),
 )
+_MAY_BE_NAN = ("discrete_loss", "diagnostics", "means")
 EXAMPLES = ("examples", "held_out")
 
 
@@ -64,7 +65,10 @@ def _refined(method: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
-    """The same with NaN for null where a number may be none, for which JSON has no word."""
+    """A row, or a point of its trace, with NaN for null where a number may be none.
+
+    JSON has no word for such numbers.
+    """
 
     def numbers(value: Any) -> Any:
         if isinstance(value, list):
@@ -73,12 +77,12 @@ def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
             return {name: numbers(item) for name, item in value.items()}
         return math.nan if value is None else value
 
-    def columns(holder: dict[str, Any], *names: str) -> dict[str, Any]:
-        return {**holder, **{name: numbers(holder[name]) for name in names if name in holder}}
-
-    made = columns(row, "discrete_loss", "diagnostics")
-    points = each(lambda point: columns(point, "discrete_loss", "means"), row.get("trace"))
-    return made if points is None else {**made, "trace": points}
+    made = {name: numbers(row[name]) for name in _MAY_BE_NAN if name in row}
+    return {
+        **row,
+        **made,
+        **({"trace": each(nan_for_null, row["trace"])} if "trace" in row else {}),
+    }
 
 
 def each(change: Callable[[dict[str, Any]], dict[str, Any]], value: Any) -> Any:

@@ -57,9 +57,6 @@ class ExampleResult(Example):
     Attributes:
         full_text: The whole prompt: what one pastes.
         output_ids: What the LM says to it, greedily.
-        output_text: The same as text.
-        lcs: Honest LCS ratio of that.
-        exact: Whether it is the target, token for token.
         reasoning_ids: What the LM wrote before that, where it was to reason first.
         reasoning_text: The same as text; the trigger, which is in `context`, comes after it.
     """
@@ -78,14 +75,10 @@ class Inversion:
     """What came of one target.
 
     Attributes:
-        target_id: Which target.
-        k: Its difficulty, where it was generated.
-        target_text: What the LM was to say.
-        target_ids: The same as token ids.
+        k: Difficulty of the target, where it was generated.
         prompt_text: The best prompt found, as text.
         prompt_ids: The same as token ids: this is what was measured.
         output_text: What the LM says to `prompt_ids`, greedily.
-        output_ids: The same as token ids.
         lcs: Honest LCS ratio: discrete prompt, free greedy decode.
         as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
             the authors' public code logs it. Not comparable with `lcs`. Tokens that a search has
@@ -99,28 +92,19 @@ class Inversion:
         loss: Training loss at the best step.
         discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
         best_step: Steps after which the best prompt was found.
-        steps: Steps used.
         stop_reason: `solved`, `budget`, `failed` or `interrupted`.
-        failure: Why it failed, where it did.
         seconds: Wall time that the target spent in its slot, beside its batch mates.
         forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
         backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
             methods are compared by.
         seed: Of the run; with `target_id` it fixes the noise.
-        method: Name of the method.
         settings: All arguments of the method and of the run; those of a method that another one
             wraps are below a key of their own, with its name as `method`.
-        model: Name of the LM.
         revision: Commit, wheel version or hash of the LM.
         fingerprint: Hash over the head of each of the LM's weights.
-        dtype: Of the LM.
-        device: Type of device.
         versions: Of the packages that matter, and of Python.
         target_set: Hash of all targets of the run, ids and tokens.
-        trace: How it stood at every evaluation.
         prompt_tokens: The text of each token of `prompt_ids` alone.
-        target_tokens: The same of `target_ids`.
-        output_tokens: The same of `output_ids`.
         lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.scoring.prompt_forms`), at
             the last step; `best_so_far` with `free_greedy` is `lcs`. Empty for a target that was
             interrupted or failed.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dlmi.methods
 from dlmi.errors import InputError
 from dlmi.gradient_rows import read_gradient_rows
 from dlmi.jsonl import build, parse_object
@@ -166,3 +167,8 @@ def test_rows_need_no_torch(module):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_every_method_is_a_public_name():
+    assert set(dlmi.methods.__all__) <= set(dlmi.__all__) == set(dir(dlmi))
+    assert all(getattr(dlmi, name) is not None for name in dlmi.__all__)
