@@ -196,14 +196,15 @@ class Inversion:
         return build(cls, nan_for_null(upgrade(row)))
 
 
-def results_name(rank: int) -> str:
-    """Name of a rank's file; those of other ranks than 0 are merged when all are done."""
-    return f"results.rank{rank}.jsonl" if rank else RESULTS_FILE
+def results_name(worker: int) -> str:
+    """Name of a worker's file; all are merged into worker 0's when the last one ends."""
+    return f"results.worker{worker}.jsonl" if worker else RESULTS_FILE
 
 
 def results_files(folder: Path) -> list[Path]:
-    """All files of rows in a run's folder, rank 0 first."""
-    return [*folder.glob(RESULTS_FILE), *sorted(folder.glob("results.rank*.jsonl"))]
+    """All files of rows in a run's folder, worker 0 first; earlier versions said `rank`."""
+    others = [*folder.glob("results.worker*.jsonl"), *folder.glob("results.rank*.jsonl")]
+    return [*folder.glob(RESULTS_FILE), *sorted(others)]
 
 
 def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
@@ -247,7 +248,7 @@ def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
     """All rows of a results file.
 
     Args:
-        path: The file, or the run folder that holds it, or those of several ranks.
+        path: The file, or the run folder that holds it, or those of several workers.
         tolerate_cut: Ignore a last line that was only half written when the run was killed.
     """
     if path.is_dir():

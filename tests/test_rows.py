@@ -136,7 +136,7 @@ def test_rows_of_several_ranks_are_merged_on_reading(old, tmp_path):
         (tmp_path / name).write_text(json.dumps({**old, **changes}) + "\n")
 
     write("results.jsonl", target_id="a", stop_reason="interrupted")
-    write("results.rank1.jsonl", target_id="a", stop_reason="solved")
+    write("results.worker1.jsonl", target_id="a", stop_reason="solved")
     write("results.rank2.jsonl", target_id="b", stop_reason="budget")
     assert {r.target_id: r.stop_reason for r in read_rows(tmp_path)} == {
         "a": "solved",

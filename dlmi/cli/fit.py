@@ -71,13 +71,11 @@ def fit_command(arguments: list[str]) -> int:
 def _exit_code(cli: "InversionCLI") -> int:
     """0 if all targets are done; else that of the signal, as a shell has it, or 1."""
     model = cli.model
-    if model.ranks.trouble is not None:
-        return 1
     if not model.stop_requested:
-        return 0
+        return 0 if model.workers.ended() is None else 1
     callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
     [checkpoint] = [c for c in callbacks if isinstance(c, RunCheckpoint)]
-    caught = checkpoint.signal or signal.SIGINT  # another worker's is not known
+    caught = checkpoint.signal or signal.SIGINT
     if caught == signal.SIGUSR1 and slurm.job_id() is not None:
         if cli.trainer.is_global_zero:
             slurm.requeue()

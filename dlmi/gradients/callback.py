@@ -15,7 +15,7 @@ from dlmi.gradients.truth import TruthName, check_enumerable
 from dlmi.jsonl import append_line
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods.slot import Slot
-from dlmi.run.callbacks.base import InversionCallback, InversionRun
+from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.environment import describe_environment
 from dlmi.run.inverter import Inverter
 
@@ -99,9 +99,8 @@ class GradientStudy(InversionCallback):
         elif self.path.exists():
             self._done = {row.key for row in read_gradient_rows(self.path)[0]}
 
-    def on_step_start(self, trainer: Trainer, module: InversionRun, slots: list[Slot]) -> None:
+    def on_step_start(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Measure the slots that are due."""
-        assert isinstance(module, Inverter)
         for slot in slots:
             with_truth = slot.step % self.bias_every == 0
             if with_truth or slot.step % self.variance_every == 0:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
-from dlmi.run.callbacks.base import InversionCallback, InversionRun
+from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 from dlmi.scoring.evaluation import Evaluation
 
@@ -96,7 +96,7 @@ class Watch(InversionCallback):
         """Note when a run begins."""
         self._run_started, self._first_step_after = time.monotonic(), 0.0
 
-    def on_evaluation(self, trainer: Trainer, module: InversionRun, slots: list[Slot]) -> None:
+    def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Keep what is the best of its text; ties keep the earlier."""
         for slot in slots:
             assert slot.best is not None
@@ -111,7 +111,7 @@ class Watch(InversionCallback):
         self._show(pl_module.active)
         pl_module.stop_requested |= self.stop_requested
 
-    def on_target_end(self, trainer: Trainer, module: InversionRun, row: Inversion) -> None:
+    def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Note when it was exact."""
         if row.exact:
             self.exact_after[row.target_id] = self.seconds

@@ -1,9 +1,8 @@
 """What a target may use, and when it has had enough."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlmi.errors import InputError
 from dlmi.methods.slot import Slot
 from dlmi.scoring.evaluation import most_tokens_evaluated
 from dlmi.targets.context import Example
@@ -18,12 +17,14 @@ class Budget:
         token_passes: Tokens sent forward or backward through the LM, or None for no limit.
         prompt_length: Tokens of a prompt, N.
         last_prompts: Prompts that are decoded at the end, besides the final one.
+        can_share: Whether the LM's keys and values can be shared and cut.
     """
 
     steps: int
     token_passes: int | None
     prompt_length: int
     last_prompts: int = 0
+    can_share: bool = True
 
     def share_used(self, slot: Slot) -> float:
         """Between 0 and 1: the larger share of the two."""
@@ -32,9 +33,13 @@ class Budget:
             used = max(used, slot.cost.total / self.token_passes)
         return min(used, 1.0)
 
+    def most_evaluated(self, slot: Slot) -> int:
+        """What one decode costs at most."""
+        return most_tokens_evaluated(slot.target, self.prompt_length, self.can_share)
+
     def reserve(self, slot: Slot) -> int:
         """What the decodes at the end cost at most."""
-        return (1 + self.last_prompts) * most_tokens_evaluated(slot.target, self.prompt_length)
+        return (1 + self.last_prompts) * self.most_evaluated(slot)
 
     def left(self, slot: Slot) -> float:
         """Token-passes that a step may use: the decodes at the end are reserved."""
@@ -59,7 +64,7 @@ class Budget:
             return True
         if slot.step % eval_every != 0 and slot.found_ids is None:
             return False
-        if most_tokens_evaluated(slot.target, self.prompt_length) > self.left(slot):
+        if self.most_evaluated(slot) > self.left(slot):
             slot.is_spent = slot.step > 0 or slot.is_spent
         return True
 
@@ -71,18 +76,3 @@ class Budget:
         if slot.failure is not None:
             return "failed"
         return "budget" if slot.is_spent or slot.step >= self.steps else None
-
-    def check(self, least_costs: Iterable[tuple[str, int]]) -> None:
-        """Raise `InputError` for a token budget that some target could only overrun.
-
-        Args:
-            least_costs: Of each target its id, and what its start and its decodes cost.
-        """
-        if self.token_passes is None:
-            return
-        target_id, least = max(least_costs, key=lambda pair: pair[1])
-        if least > self.token_passes:
-            raise InputError(
-                f"Expected `model.token_budget` to be at least {least}, which covers the start of "
-                f"target {target_id} and the decodes of its prompts, but got {self.token_passes}."
-            )

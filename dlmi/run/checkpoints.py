@@ -26,9 +26,9 @@ _PARTS: dict[str, type] = {
 _OWN_PARTS: dict[str, type] = {"identity": dict, "slots": list, "finished_ids": list}
 
 
-def checkpoint_name(rank: int) -> str:
+def checkpoint_name(worker: int) -> str:
     """Name of a worker's file in the folder `checkpoints` of a run."""
-    return f"last.rank{rank}.ckpt" if rank else LAST
+    return f"last.worker{worker}.ckpt" if worker else LAST
 
 
 def previous(path: Path) -> Path:
@@ -69,7 +69,7 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
         reason = ": it holds more than data, which could run code, so it was not read"
     raise InputError(
         f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {path} is not one{reason}. "
-        "Give another, or go on without: `--continue_run true` keeps the rows of the run's folder."
+        "Give another, or delete it: `--continue_run true` keeps the rows of the run's folder."
     )
 
 

@@ -1,32 +1,22 @@
 """Checks of relations between model, data and trainer that no single argument shows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.methods.base import Method
 from dlmi.run.data import TargetDataModule
 from dlmi.run.workers.strategy import TargetParallelStrategy
 from dlmi.targets.target import Target
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
-
-if TYPE_CHECKING:  # only for annotations: the inverter imports this module
-    from dlmi.run.inverter import Inverter
+from dlmi.tokens.vocabulary import Vocabulary
 
 
-def check_run(
-    trainer: Trainer, data: TargetDataModule, module: "Inverter", targets: Sequence[Target]
-) -> None:
-    """Raise `InputError` for what would couple the slots, lose Z's gradient or not fit the LM.
-
-    Args:
-        trainer: The trainer, as it is set up.
-        data: With its LM loaded.
-        module: The inverter, with its vocabulary.
-        targets: What it is to invert.
-    """
+def check_trainer(trainer: Trainer, data: TargetDataModule) -> None:
+    """Raise `InputError` for what would couple the slots or lose Z's gradient."""
     check_workers(trainer, data)
     if trainer.gradient_clip_val:
         raise InputError(
@@ -39,12 +29,53 @@ def check_run(
             f"{trainer.accumulate_grad_batches}. Raise `model.method.num_samples` instead."
         )
     check_precision(trainer.precision)
-    _check_mixed(trainer, data)
-    vocabulary = module.vocabulary
+    # Autocast narrows float32: other LMs it would leave as they are, or round twice.
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
+    if mixed is not None and data.lm.dtype not in (torch.float32, mixed):
+        raise InputError(
+            f"Expected `data.dtype` to be float32 with `trainer.precision` {trainer.precision}, "
+            f"but the LM is {data.lm.dtype_name}. Leave one of the two out."
+        )
+
+
+def check_targets(
+    targets: Sequence[Target],
+    method: Method[Any],
+    vocabulary: Vocabulary,
+    prompt_length: int,
+    fluency: float,
+) -> None:
+    """Raise `InputError` for targets that do not fit the method, its prompts or the LM."""
     vocabulary.check_targets(targets)
-    module.method.check(vocabulary, module.prompt_length, targets)
-    _check_fluency(module, targets)
-    _check_lengths(data, module, targets)
+    method.check(vocabulary, prompt_length, targets)
+    if fluency and method.reads_embeddings:
+        raise InputError(
+            f"Expected `model.fluency` to be 0 with {type(method).__name__}, which reads "
+            f"embeddings that are no distribution over tokens, but got {fluency}."
+        )
+    for target in targets:
+        for context in (example.context for example in target.all_examples):
+            context.sizes(prompt_length)
+            if fluency and context.fixed_ids:
+                raise InputError(
+                    "Expected `model.fluency` to be 0 with `data.template` or `data.chat`, but got "
+                    f"{fluency}: the penalty is defined for a prompt that stands alone."
+                )
+            if context.start_ids and context.fixed_ids[:1] == context.start_ids:
+                raise InputError(
+                    "Expected `model.prompt_bos` to be false with a template that starts with BoS "
+                    f"already, but it is true (target {target.id}). Leave it out."
+                )
+    longest = max(targets, key=lambda target: target.longest_row(0))  # BoS counts
+    limit, rest = vocabulary.lm.max_positions, longest.longest_row(0)
+    if limit is not None and prompt_length + rest > limit:
+        has_context = any(example.context.fixed_ids for example in longest.all_examples)
+        what = "template + target length" if has_context else "target length"
+        raise InputError(
+            f"Expected `model.prompt_length` + {what} to be at most {limit} (the positions of "
+            f"{vocabulary.lm.name}), but got {prompt_length} + {rest} (target {longest.id}). "
+            "Shorten one of them."
+        )
 
 
 def check_workers(trainer: Trainer, data: TargetDataModule) -> None:
@@ -88,46 +119,6 @@ def check_settings(
         )
 
 
-def _check_fluency(module: "Inverter", targets: Sequence[Target]) -> None:
-    """The penalty knows discrete or relaxed prompts that stand alone."""
-    if not module.fluency:
-        return
-    if module.method.reads_embeddings:
-        raise InputError(
-            f"Expected `model.fluency` to be 0 with {type(module.method).__name__}, which reads "
-            f"embeddings that are no distribution over tokens, but got {module.fluency}."
-        )
-    for target in targets:
-        if any(example.context.fixed_ids for example in target.all_examples):
-            raise InputError(
-                "Expected `model.fluency` to be 0 with `data.template` or `data.chat`, but got "
-                f"{module.fluency}: the penalty is defined for a prompt that stands alone."
-            )
-
-
-def _check_lengths(data: TargetDataModule, module: "Inverter", targets: Sequence[Target]) -> None:
-    """Blanks must hold the prompt, and the LM's positions the whole."""
-    prompt_length = module.prompt_length  # `longest_row` counts BoS
-    for target in targets:
-        for example in target.all_examples:
-            example.context.sizes(module.prompt_length)
-            if module.prompt_bos and example.context.fixed_ids[:1] == (data.lm.bos_id,):
-                raise InputError(
-                    "Expected `model.prompt_bos` to be false with a template that starts with BoS "
-                    f"already, but it is true (target {target.id}). Leave it out."
-                )
-    longest = max(targets, key=lambda target: target.longest_row(0))
-    limit, rest = data.lm.max_positions, longest.longest_row(0)
-    if limit is not None and prompt_length + rest > limit:
-        has_context = any(example.context.fixed_ids for example in longest.all_examples)
-        what = "template + target length" if has_context else "target length"
-        raise InputError(
-            f"Expected `model.prompt_length` + {what} to be at most {limit} (the positions "
-            f"of {data.lm.name}), but got {prompt_length} + {rest} (target {longest.id}). Shorten "
-            "one of them."
-        )
-
-
 def check_precision(precision: str | int | None) -> None:
     """Raise `InputError` unless a `trainer.precision` leaves Z in float32.
 
@@ -143,14 +134,4 @@ def check_precision(precision: str | int | None) -> None:
         raise InputError(
             "Expected `trainer.precision` to be 32-true, bf16-mixed or 16-mixed, but got "
             f"{precision}. The LM's own dtype is `data.dtype`; Z follows it to float64."
-        )
-
-
-def _check_mixed(trainer: Trainer, data: TargetDataModule) -> None:
-    """Autocast narrows float32: other LMs it would leave as they are, or round twice."""
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
-    if mixed is not None and data.lm.dtype not in (torch.float32, mixed):
-        raise InputError(
-            f"Expected `data.dtype` to be float32 with `trainer.precision` {trainer.precision}, "
-            f"but the LM is {data.lm.dtype_name}. Leave one of the two out."
         )

@@ -13,7 +13,7 @@ from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import PACKAGED, load_lm
 from dlmi.lm.memory import RowsPerPass, RowsSetting
 from dlmi.lm.placement import DeviceMap, DType, Quantization
-from dlmi.run.workers.workers import Ranks
+from dlmi.run.workers.workers import Workers
 from dlmi.targets.sources import ByRank, Sharing, TargetSource
 from dlmi.targets.target import Target, share_prefix
 from dlmi.targets.template import find_template
@@ -151,10 +151,10 @@ class TargetDataModule(LightningDataModule):
         lm.rows_per_pass = self.rows_per_pass
         self._lm, self._targets = lm, share_prefix(targets)
 
-    def share_targets(self, ranks: Ranks) -> None:
+    def share_targets(self, workers: Workers) -> None:
         """Take worker 0's targets: those drawn by rank could differ between kinds of devices."""
-        shared = ranks.broadcast([target.to_json() for target in self._targets])
-        if ranks.rank:
+        shared = workers.broadcast([target.to_json() for target in self._targets])
+        if workers.index:
             self._targets = share_prefix([Target.from_json(target) for target in shared])
 
     def setup(self, stage: str) -> None:

@@ -7,7 +7,7 @@ budget is spent, reports its row and takes the next target at once. Several work
 side and take from one queue.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,24 +19,20 @@ from torch.optim import Optimizer
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.precision import drop_gradient_scaler
-from dlmi.methods.base import Method
+from dlmi.methods.base import Method, settings_of
 from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
 from dlmi.run.budget import Budget
-from dlmi.run.callbacks.base import InversionCallback
-from dlmi.run.checks import check_run, check_settings
+from dlmi.run.checks import check_settings, check_targets, check_trainer
 from dlmi.run.data import TargetDataModule
 from dlmi.run.environment import describe_environment
-from dlmi.run.evaluator import Evaluator
-from dlmi.run.failures import mark_failures
-from dlmi.run.identity import check_checkpoint, check_row, run_identity, run_settings
+from dlmi.run.identity import CHECKPOINT_FORMAT, check_checkpoint, check_row, run_identity
 from dlmi.run.queue import TargetQueue
 from dlmi.run.resume import Resume, pack_slot
 from dlmi.run.row_building import build_row
-from dlmi.run.slot_pool import SlotPool, make_prompts
-from dlmi.run.workers.news import News
-from dlmi.run.workers.strategy import ranks_of
-from dlmi.run.workers.workers import Ranks
+from dlmi.run.slot_pool import SlotPool
+from dlmi.run.workers.strategy import workers_of
+from dlmi.run.workers.workers import Workers
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.fluency import Fluency
 from dlmi.targets.target import Target, fingerprint_targets, with_start_ids
@@ -67,9 +63,8 @@ class Inverter(LightningModule):
         vocabulary: Tokens that prompts may hold, by column of Z; there after `setup`.
         engine: Sends prompts through the LM; there after `setup`.
         prompts: The parameters of each slot, by name.
-        ranks: The workers of the run; `news` is what they tell each other.
-        queue: Targets that wait for a slot, of any worker.
-        finished: Rows of this worker; of worker 0, all.
+        workers: The processes of the run.
+        finished: Rows of this worker; on worker 0, those of all, as they come in.
         folder: Where the run's files go.
         stop_requested: Set by anyone who wants the run to end after its step.
     """
@@ -106,16 +101,14 @@ class Inverter(LightningModule):
         self.norm_gradient_scale = norm_gradient_scale
         self.seed = seed
         self.prompts = nn.ModuleList()
-        self.ranks = Ranks.alone()
-        self.news = News()
-        self.queue = TargetQueue(self.ranks)
+        self.workers = Workers.alone()
         self.finished: list[Inversion] = []
         self.folder = Path()
         self.stop_requested = False
         self.vocabulary: Vocabulary
         self.engine: Engine
-        self._evaluator: Evaluator
         self._pool: SlotPool
+        self._queue: TargetQueue
         self._targets: list[Target] = []
         self._finished_ids: set[str] = set()
         self._resume = Resume()
@@ -147,38 +140,59 @@ class Inverter(LightningModule):
         return [slot for slot in self.slots if slot is not None]
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64."""
-        return torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+    def unfinished(self) -> int:
+        """How many targets have no final row yet, as far as this worker knows."""
+        done = {row.target_id for row in self.finished if row.stop_reason != "interrupted"}
+        return len(self._targets) - len(done | self._finished_ids)
 
     @property
-    def inversion_callbacks(self) -> list[InversionCallback]:
-        """Those that follow targets."""
-        return [c for c in self.trainer.callbacks if isinstance(c, InversionCallback)]  # type: ignore[attr-defined]
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the run and of its method as a JSON file has them.
+
+        Values that the run takes from its method are filled in. `precision` is that of the training
+        passes, None for the LM's own dtype, which all measurements are in.
+        """
+        method, precision = settings_of(self.method), self.trainer.precision
+        own_scale = method.get("norm_gradient_scale", 1.0)
+        scale = own_scale if self.norm_gradient_scale is None else self.norm_gradient_scale
+        return {
+            **method,
+            "prompt_length": self.prompt_length,
+            "steps": self.budget.steps,
+            "token_budget": self.budget.token_passes,
+            "eval_every": self.eval_every,
+            "prompt_bos": self.prompt_bos,
+            "allowed_tokens": self.allowed_tokens,
+            "forbid_target_tokens": self.forbid_target_tokens,
+            "fluency": self.fluency,
+            "norm_gradient_scale": scale,
+            "seed": self.seed,
+            "precision": None if precision == "32-true" else precision,
+        }
 
     def check_same_run(self, row: Inversion) -> None:
         """Raise `InputError` unless a row could have come from this very run."""
-        columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
-        check_row(row, type(self.method).__name__, run_settings(self), **columns)
+        check_row(row, self._row_identity)
 
     def check(self, trainer: Trainer, data: TargetDataModule) -> None:
         """Raise `InputError` for what cannot run; before `setup`, no other worker tells it too."""
         self._targets = with_start_ids(data.targets, (data.lm.bos_id,) if self.prompt_bos else ())
         sets = token_sets_of(self.allowed_tokens, self.method.defaults().token_sets)
         self.vocabulary = Vocabulary(data.lm, sets, self.forbid_target_tokens)
-        check_run(trainer, data, self, self._targets)
+        check_trainer(trainer, data)
+        check_targets(self._targets, self.method, self.vocabulary, self.prompt_length, self.fluency)
 
     # ---- Lightning's hooks, in the order of a run
 
     def setup(self, stage: str) -> None:
         """Share the targets, refuse what cannot run, and forget an earlier fit."""
-        self.ranks = ranks_of(self.trainer.strategy)
-        self.data.share_targets(self.ranks)
+        self.workers = workers_of(self.trainer.strategy)
+        self.data.share_targets(self.workers)
         self.check(self.trainer, self.data)
         fluency = Fluency(self.vocabulary, self.fluency) if self.fluency else None
-        count = min(self.data.batch_size, -(-len(self._targets) // self.ranks.size))
+        count = min(self.data.batch_size, -(-len(self._targets) // self.workers.size))
         self.engine = Engine(self.vocabulary, fluency, self.norm_gradient_scale, count)
-        self._evaluator = Evaluator(self.engine)
+        self.budget = replace(self.budget, can_share=self.engine.prefixes.can_share)
         self._pool = SlotPool(
             self.method,
             self.engine,
@@ -186,7 +200,7 @@ class Inverter(LightningModule):
             self.budget,
             self.seed,
             can_narrow=not self.fluency,
-            params_of=self._params,
+            params_of=lambda index: dict(cast(nn.ParameterDict, self.prompts[index]).items()),
             optimizers=lambda: self.trainer.optimizers,
             slots=[None] * count,
         )
@@ -196,7 +210,6 @@ class Inverter(LightningModule):
         self._resume = Resume()
         target_set = fingerprint_targets(self.data.targets)
         self._environment = {**describe_environment(self.lm), "target_set": target_set}
-        self.news = News()
         drop_gradient_scaler(self.trainer)
         self.stop_requested = False
 
@@ -204,8 +217,14 @@ class Inverter(LightningModule):
         """Make one set of parameters per slot; `start` fills them when a target arrives."""
         if len(self.prompts) == len(self.slots):
             return
+        # Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64.
+        dtype = torch.promote_types(self.lm.dtype, torch.float32)
         shapes = self.method.shapes(self.prompt_length, self.vocabulary)
-        self.prompts = make_prompts(shapes, len(self.slots), self.compute_dtype)
+        self.prompts = nn.ModuleList()
+        for _ in self.slots:
+            tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+            parameters = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+            self.prompts.append(nn.ParameterDict(parameters))
 
     def configure_optimizers(self) -> Optimizer | None:
         """The method's own; a search has none."""
@@ -214,26 +233,21 @@ class Inverter(LightningModule):
 
     def on_train_start(self) -> None:
         """Agree on what is left to do, targets in flight first, and fill the slots."""
-        for callback in self.inversion_callbacks:
-            self.finished += callback.earlier_rows()
         finished_ids = {row.target_id for row in self.finished} | self._resume.finished_ids
         waiting = [target.id for target in self._targets if target.id not in finished_ids]
         waiting.sort(key=lambda target_id: target_id not in self._resume)
-        waiting = self.ranks.broadcast(waiting)
+        waiting = self.workers.broadcast(waiting)
         by_id = {target.id: target for target in self._targets}
         self._finished_ids = by_id.keys() - set(waiting)
-        self.queue = TargetQueue(self.ranks, [by_id[target_id] for target_id in waiting])
+        self._queue = TargetQueue(self.workers, [by_id[target_id] for target_id in waiting])
         resumed = sum(target_id in self._resume for target_id in waiting)
         if self._finished_ids or resumed:
             self._tell("on_resume", len(self._finished_ids), resumed)
-        self._pool.refill(range(len(self.slots)), self.queue, self._resume)
+        self._pool.refill(range(len(self.slots)), self._queue, self._resume)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
-        self.news.exchange(self)
         self._settle()
-        if not self.active:
-            self.news.exchange(self, until=lambda: self.ranks.others_have_left)
         if self.active and not self.stop_requested:
             self._pool.charge_time()
             self._tell("on_step_start", self.active)
@@ -250,26 +264,23 @@ class Inverter(LightningModule):
             values.append((step.loss if step.value is None else step.value).detach().to(total))
             if step.loss.requires_grad:
                 total = total + step.loss.to(total)
-        self.news.steps += len(values)
         if values:
             self.log("train/loss", torch.stack(values).mean(), batch_size=1)
         return total
 
     def on_after_backward(self) -> None:
         """A target whose loss or gradient is not finite ends here; the others do not notice."""
-        mark_failures(self.active)
+        self._pool.mark_failures()
 
     def on_train_end(self) -> None:
-        """Report what was cut short, by a signal or by the trainer's own limits; wait for all."""
+        """Report what was cut short, by a signal or by the trainer's own limits."""
         for slot in self.active:
             self._report(slot, "interrupted")
-        self.ranks.leave()
-        self.news.exchange(self, until=lambda: self.ranks.others_have_left, to_the_end=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the slots' future depends on, by target; Lightning has it by place."""
         checkpoint["inversion"] = {
-            "identity": run_identity(self),
+            "identity": self._identity,
             "slots": [pack_slot(slot, self.trainer.optimizers) for slot in self.active],
             "finished_ids": sorted(self._finished_ids),
         }
@@ -280,14 +291,21 @@ class Inverter(LightningModule):
         saved = checkpoint.get("inversion")
         if saved is None:
             raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
-        check_checkpoint(saved["identity"], run_identity(self))
+        check_checkpoint(saved["identity"], self._identity)
         self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
         checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
 
-    # ---- the life of a slot
+    @property
+    def _row_identity(self) -> dict[str, Any]:
+        columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
+        return run_identity(type(self.method).__name__, self.settings, **columns)
 
-    def _params(self, index: int) -> dict[str, nn.Parameter]:
-        return dict(cast(nn.ParameterDict, self.prompts[index]).items())
+    @property
+    def _identity(self) -> dict[str, Any]:
+        ids = {"model.allowed_tokens as ids": self.vocabulary.fingerprint()}
+        return {"format": CHECKPOINT_FORMAT, **self._row_identity, **ids}
+
+    # ---- the life of a slot
 
     def _settle(self) -> None:
         """Decode what is due, report what is done and refill, until neither is left."""
@@ -295,7 +313,8 @@ class Inverter(LightningModule):
         while True:
             due = [slot for slot in self.active if self.budget.is_due(slot, self.eval_every)]
             if due:
-                self._evaluate(due)
+                self._pool.evaluate(due)
+                self._tell("on_evaluation", due)
                 self._pool.charge_time()
             done = {s.index: r for s in self.active if (r := self.budget.stop_reason(s))}
             if not (due or done):
@@ -306,33 +325,16 @@ class Inverter(LightningModule):
                 if slot is None:  # another of its group was solved just now
                     continue
                 if reason == "budget" and self.method.num_last_prompts:
-                    self._evaluator.try_more(slot, self.method.last_prompts(slot, slot.state))
+                    self._pool.try_last(slot)
                 reason = self.budget.stop_reason(slot) or reason
                 self._report(slot, reason)
                 self._finished_ids.add(slot.target.id)
                 if reason == "solved" and slot.target.group is not None:
-                    self.queue.end_group(slot.target.group)
+                    self._queue.end_group(slot.target.group)
                     others = self._pool.leave_group(slot)
                     self._finished_ids |= {other.target.id for other in others}
                     free += [other.index for other in others]
-            self._pool.refill(dict.fromkeys(free), self.queue, self._resume)
-
-    def _evaluate(self, slots: Sequence[Slot]) -> None:
-        """Decode the discrete prompts that slots stand for."""
-        prompts = []
-        for slot in slots:
-            slot.progress = self.budget.share_used(slot)
-            slot.diagnostics = self.method.diagnostics(slot, slot.state)
-            found_ids = slot.found_ids  # what the last step has found to be exact
-            own_ids = self.method.prompt_ids(slot, slot.state) if found_ids is None else found_ids
-            prompts.append(own_ids)
-        self._evaluator.evaluate(slots, prompts)
-        self._tell("on_evaluation", list(slots))
-
-    def _tell(self, event: str, *what: Any) -> None:
-        """Call a hook of all callbacks that follow targets."""
-        for callback in self.inversion_callbacks:
-            getattr(callback, event)(self.trainer, self, *what)
+            self._pool.refill(dict.fromkeys(free), self._queue, self._resume)
 
     def _report(self, slot: Slot, reason: str) -> None:
         row = build_row(
@@ -342,9 +344,14 @@ class Inverter(LightningModule):
             soft_prompt=self.method.soft_prompt(slot, slot.state),
             seed=self.seed,
             method=type(self.method).__name__,
-            settings=run_settings(self),
+            settings=self.settings,
             environment=self._environment,
         )
         self.finished.append(row)
         self._tell("on_target_end", row)
-        self.ranks.post_row(row.to_json_line())
+
+    def _tell(self, event: str, *what: Any) -> None:
+        """Call a hook of all callbacks that follow targets (`run.callbacks.base`)."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, event):
+                getattr(callback, event)(self.trainer, self, *what)

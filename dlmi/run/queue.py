@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dlmi.run.workers.workers import Ranks
+from dlmi.run.workers.workers import Workers
 from dlmi.targets.target import Target
 
 
@@ -13,33 +13,25 @@ class TargetQueue:
     that a worker has solved it takes no more targets.
 
     Args:
-        ranks: Who takes from it.
+        workers: Who takes from it.
         targets: In the order in which they are handed out.
     """
 
-    def __init__(self, ranks: Ranks, targets: Sequence[Target] = ()) -> None:
-        self._ranks = ranks
+    def __init__(self, workers: Workers, targets: Sequence[Target] = ()) -> None:
+        self._workers = workers
         self._targets = targets
-        self._is_empty = not targets
         self._solved_groups: set[str | None] = set()
 
     def take(self) -> Target | None:
         """The next target, or None if all are given away."""
-        while not self._is_empty:
-            place = self._ranks.take()
-            self._is_empty = place + 1 >= len(self._targets)
-            if place < len(self._targets) and self._is_wanted(self._targets[place]):
+        while self._targets:
+            place = self._workers.take()
+            if place >= len(self._targets):
+                self._targets = ()  # worker 0, which keeps the count, may leave from now on
+            elif self._targets[place].group not in self._solved_groups:
                 return self._targets[place]
         return None
 
     def end_group(self, group: str) -> None:
         """Hand out no more targets of a group."""
         self._solved_groups.add(group)
-
-    def _is_wanted(self, target: Target) -> bool:
-        return target.group not in self._solved_groups
-
-    def __len__(self) -> int:
-        if self._is_empty:
-            return 0
-        return sum(map(self._is_wanted, self._targets[self._ranks.taken :]))

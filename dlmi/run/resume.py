@@ -4,43 +4,73 @@ A slot's future depends on its own tensors, its optimiser's moments and its own 
 can go on in any slot of any worker: a run may be resumed with other slots, other workers or both.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlmi.errors import InputError
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
-from dlmi.methods.states import from_plain, to_plain
+from dlmi.methods.states import to_plain
 from dlmi.rows import TracePoint
 from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
 from dlmi.scoring.evaluation import Evaluation
 from dlmi.scoring.passes import Cost
 
-# Attributes of a slot that a checkpoint holds as they are.
-_PLAIN = ("step", "seconds", "loss", "output_ids", "found_ids", "is_spent", "failure")
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Attributes of a slot that are saved by their own names."""
+
+    step: int
+    seconds: float
+    cost: Cost
+    known: list[tuple[int, ...]]
+    best: Evaluation | None
+    last: Evaluation | None
+    trace: list[TracePoint]
+    loss: Tensor | None
+    output_ids: Tensor | None
+    found_ids: Tensor | None
+    reasoned_ids: tuple[int, ...]
+    reasoning: dict[str, tuple[int, ...]]
+    diagnostics: dict[str, Tensor]
+    is_spent: bool
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class SavedSlot(_Numbers):
+    """A slot as a checkpoint holds it: the same, and what has another form there."""
+
+    target_id: str
+    trained_on: list[str]
+    rng: Tensor
+    state: Any
+    params: dict[str, Tensor]
+    moments: dict[str, dict[str, Any]]
+
+
+_NUMBERS = [field.name for field in dataclasses.fields(_Numbers)]
 
 
 def pack_slot(slot: Slot, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """A slot as plain values and tensors; loads with `weights_only=True`."""
     return {
-        **{name: getattr(slot, name) for name in _PLAIN},
+        **{name: to_plain(getattr(slot, name)) for name in _NUMBERS},
+        "trace": [to_plain(point) for point in slot.trace],
         "target_id": slot.target.id,
+        "trained_on": [example.id for example in slot.trained_on],
         "rng": slot.rng.get_state(),
         "state": to_plain(slot.state),
-        "cost": to_plain(slot.cost),
-        "known": list(slot.known),
-        "best": to_plain(slot.best),
-        "last": to_plain(slot.last),
-        "trace": [dataclasses.asdict(point) for point in slot.trace],
-        "trained_on": [example.id for example in slot.trained_on],
-        "reasoned_ids": slot.reasoned_ids,
-        "reasoning": dict(slot.reasoning),
-        "diagnostics": dict(slot.diagnostics),
         "params": {name: p.detach().clone() for name, p in slot.params.items()},
         "moments": {name: _moments(optimizers, p) for name, p in slot.params.items()},
     }
@@ -56,24 +86,25 @@ class Resume:
 
     def __init__(self, checkpoints: Iterable[Mapping[str, Any]] = ()) -> None:
         self.finished_ids: set[str] = set()
-        self._slots: dict[str, dict[str, Any]] = {}
+        self._slots: dict[str, SavedSlot] = {}
         for saved in checkpoints:
             self.finished_ids |= set(saved["finished_ids"])
-            for slot in saved["slots"]:
-                known = self._slots.get(slot["target_id"])
-                if known is None or known["step"] < slot["step"]:
-                    self._slots[slot["target_id"]] = slot
+            for slot in msgspec.convert(saved["slots"], list[SavedSlot]):
+                known = self._slots.get(slot.target_id)
+                if known is None or known.step < slot.step:
+                    self._slots[slot.target_id] = slot
 
     @classmethod
     def of_all_workers(cls, saved: Mapping[str, Any], path: Path) -> "Resume":
         """A loaded checkpoint, and those that other workers of the same run left beside it."""
-        found = [saved]
-        for other in find_checkpoints(path.parent):
-            if other.name != path.name:
-                beside = read_checkpoint(other, mmap=True).get("inversion", {})
-                if beside.get("identity") == saved["identity"]:
-                    found.append(beside)
-        return cls(found)
+        with _broken_is_input_error():
+            found = [saved]
+            for other in find_checkpoints(path.parent):
+                if other.name != path.name:
+                    beside = read_checkpoint(other, mmap=True).get("inversion", {})
+                    if beside.get("identity") == saved["identity"]:
+                        found.append(beside)
+            return cls(found)
 
     def __contains__(self, target_id: str) -> bool:
         return target_id in self._slots
@@ -82,21 +113,31 @@ class Resume:
     def restore(self, slot: Slot, method: Method[Any], optimizers: Sequence[Optimizer]) -> None:
         """Put a target back to work, in a slot that was opened for it."""
         saved = self._slots.pop(slot.target.id)
-        for name in _PLAIN:
-            setattr(slot, name, saved[name])
-        slot.rng.set_state(saved["rng"].cpu())
-        slot.state = method.restore(saved["state"])
-        slot.cost = Cost(**saved["cost"])
-        slot.known = [tuple(ids) for ids in saved["known"]]
-        slot.best, slot.last = (from_plain(Evaluation, saved[name]) for name in ("best", "last"))
-        slot.trace = [TracePoint(**point) for point in saved["trace"]]
-        by_id = {example.id: example for example in slot.target.examples}
-        slot.trained_on = tuple(by_id[example_id] for example_id in saved["trained_on"])
-        slot.reasoned_ids, slot.reasoning = saved["reasoned_ids"], dict(saved["reasoning"])
-        slot.diagnostics = dict(saved["diagnostics"])
-        for name, parameter in slot.params.items():
-            parameter.copy_(saved["params"][name])
-            _set_moments(optimizers, parameter, saved["moments"][name])
+        with _broken_is_input_error():
+            for name in _NUMBERS:
+                setattr(slot, name, getattr(saved, name))
+            slot.rng.set_state(saved.rng.cpu())
+            slot.state = method.restore(saved.state)
+            by_id = {example.id: example for example in slot.target.examples}
+            slot.trained_on = tuple(by_id[example_id] for example_id in saved.trained_on)
+            for name, parameter in slot.params.items():
+                parameter.copy_(saved.params[name].view_as(parameter))
+                _set_moments(optimizers, parameter, saved.moments[name])
+
+
+@contextlib.contextmanager
+def _broken_is_input_error() -> Iterator[None]:
+    """Whatever does not fit in what a checkpoint holds is the file's fault."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            "Expected `ckpt_path` to be a whole checkpoint of this run, but what it holds does not "
+            f"fit ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}). Give "
+            "another, or delete it: `--continue_run true` keeps the rows of the run's folder."
+        ) from error
 
 
 def _moments(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> dict[str, Any]:
@@ -111,13 +152,16 @@ def _set_moments(
 ) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if any(parameter is other for other in group["params"]):
-                optimizer.state.pop(parameter, None)
-                if moments:
-                    on_host = () if group.get("fused") or group.get("capturable") else ("step",)
-                    optimizer.state[parameter] = {
-                        key: value.to(parameter.device, copy=True)
-                        if isinstance(value, Tensor) and key not in on_host
-                        else value
-                        for key, value in moments.items()
-                    }
+            if moments and any(parameter is other for other in group["params"]):
+                on_host = () if group.get("fused") or group.get("capturable") else ("step",)
+                optimizer.state[parameter] = {
+                    key: _on_device(value, parameter) if key not in on_host else value
+                    for key, value in moments.items()
+                }
+
+
+def _on_device(moment: Any, parameter: nn.Parameter) -> Any:
+    if not isinstance(moment, Tensor):
+        return moment
+    shaped = moment.view_as(parameter) if moment.ndim else moment
+    return shaped.to(parameter.device, copy=True)

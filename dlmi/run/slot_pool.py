@@ -1,46 +1,37 @@
-"""The slots of a run: opened for targets, filled by the method, put back to work after a stop."""
+"""The slots of one worker: opened for targets, stepped and measured together, charged for it."""
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlmi.errors import InputError
 from dlmi.methods.base import Method, Step
 from dlmi.methods.slot import Slot
 from dlmi.run.budget import Budget
-from dlmi.run.preparation import prepare_step
 from dlmi.run.queue import TargetQueue
 from dlmi.run.resume import Resume
 from dlmi.scoring.engine import Engine
-from dlmi.scoring.passes import advance
+from dlmi.scoring.evaluation import Evaluation, evaluate, mean_lcs, tokens_evaluated
+from dlmi.scoring.passes import Cost, advance
+from dlmi.scoring.reasoning import tokens_to_write, write_reasoning
 from dlmi.targets.seeds import hash_seed
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 
 
-def make_prompts(
-    shapes: Mapping[str, tuple[int, ...]], count: int, dtype: torch.dtype
-) -> nn.ModuleList:
-    """The parameters of slots, {Z, Phi} each, all zero."""
-
-    def one() -> nn.ParameterDict:
-        tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        return nn.ParameterDict({name: nn.Parameter(t) for name, t in tensors.items()})
-
-    return nn.ModuleList(one() for _ in range(count))
-
-
 @dataclass
 class SlotPool:
-    """Opens and refills the slots of one worker.
+    """All that happens to slots between two hooks of Lightning.
 
     Attributes:
-        method: Fills their tensors.
-        engine: Reads the starts of searches.
+        method: Moves their prompts.
+        engine: Reads what they ask for.
         vocabulary: What prompts may hold.
         budget: Of each target.
         seed: Of the run.
@@ -66,19 +57,27 @@ class SlotPool:
         """The slots in flight."""
         return [slot for slot in self.slots if slot is not None]
 
+    # ---- targets come and go
+
     def check_budget(self, targets: Iterable[Target]) -> None:
         """Raise `InputError` for a token budget below the start and the decodes of a target."""
-        if self.budget.token_passes is not None:
-            self.budget.check(self._least_cost(target) for target in targets)
+        given = self.budget.token_passes
+        if given is None:
+            return
+        least, target_id = max((self._least_cost(target), target.id) for target in targets)
+        if least > given:
+            raise InputError(
+                f"Expected `model.token_budget` to be at least {least}, which covers the start of "
+                f"target {target_id} and the decodes of its prompts, but got {given}."
+            )
 
-    def _least_cost(self, target: Target) -> tuple[str, int]:
-        """A target's id, and what its start and the decodes at its end cost."""
+    def _least_cost(self, target: Target) -> int:
         slot, cost = self._open(None, target), 0
         if not self.method.shapes(slot.length, self.vocabulary):  # a search
             for first in self.method.start(slot):
-                cost = self.engine.price(first, slot.account(float("inf"))).total
+                cost = self.engine.price(first, slot.account(math.inf)).total
                 break
-        return target.id, cost + self.budget.reserve(slot)
+        return cost + self.budget.reserve(slot)
 
     def _open(self, index: int | None, target: Target) -> Slot:
         """A slot for a target, with nothing in it yet; without an index it has no tensors."""
@@ -118,22 +117,31 @@ class SlotPool:
             else:
                 new.append(slot)
         accounts = [slot.account(self.budget.left(slot)) for slot in new]
-        starts = [self.method.start(slot) for slot in new]
-        for slot, outcome, account in zip(
-            new, advance(starts, self.engine, accounts), accounts, strict=True
-        ):
+        outcomes = advance([self.method.start(slot) for slot in new], self.engine, accounts)
+        for slot, outcome, account in zip(new, outcomes, accounts, strict=True):
             slot.state, slot.cost = outcome.value, account.cost
         self.restart_clock()
 
+    def leave_group(self, solved: Slot) -> list[Slot]:
+        """Let the other tries at a task leave without a row, once one has solved it."""
+        group = solved.target.group
+        others = [s for s in self.active if s.target.group == group and s is not solved]
+        for slot in others:
+            self.slots[slot.index] = None
+        return others
+
+    # ---- steps
+
     def step(self) -> list[Step]:
         """One step of every slot in flight; those whose next pass does not fit are spent."""
-        method, budget, lm = self.method, self.budget, self.engine.lm
+        lm = self.engine.lm
         with torch.autocast(lm.device.type, enabled=False):  # reasoning is in the LM's own dtype
-            slots = [s for s in self.active if prepare_step(s, method, lm, budget)]
-        accounts = [slot.account(budget.left(slot)) for slot in slots]
+            slots = [slot for slot in self.active if self.prepare(slot)]
+        accounts = [slot.account(self.budget.left(slot)) for slot in slots]
         steps = []
         with lm.mixed_precision():
-            outcomes = advance([method.step(s, s.state) for s in slots], self.engine, accounts)
+            asked = [self.method.step(slot, slot.state) for slot in slots]
+            outcomes = advance(asked, self.engine, accounts)
         for slot, outcome, account in zip(slots, outcomes, accounts, strict=True):
             slot.cost += account.cost
             if outcome.value is None:
@@ -145,13 +153,111 @@ class SlotPool:
             steps.append(step)
         return steps
 
-    def leave_group(self, solved: Slot) -> list[Slot]:
-        """Let the other tries at a task leave without a row, once one has solved it."""
-        group = solved.target.group
-        others = [s for s in self.active if s.target.group == group and s is not solved]
-        for slot in others:
-            self.slots[slot.index] = None
-        return others
+    def prepare(self, slot: Slot) -> bool:
+        """Set what the next step reads; False where the budget does not cover the LM's reasoning.
+
+        What the LM wrote after the same prompt in an earlier step is known. Each slot's is written
+        by itself, so that no slot feels its batch mates.
+        """
+        slot.progress = self.budget.share_used(slot)
+        slot.examples = slot.target.minibatch(slot.step, slot.key)
+        if not slot.target.reasons:
+            return True
+        prompt_ids = tuple(self.method.prompt_ids(slot, slot.state).tolist())
+        if slot.reasoned_ids != prompt_ids:
+            slot.reasoned_ids, slot.reasoning = prompt_ids, {}
+        wanted = [e for e in slot.examples if e.context.reasoning and e.id not in slot.reasoning]
+        if self.budget.most_reasoned(wanted) > self.budget.left(slot):
+            slot.is_spent = True
+            return False
+        written = write_reasoning(self.engine.lm, [prompt_ids] * len(wanted), wanted)
+        for example, ids in zip(wanted, written, strict=True):
+            slot.reasoning[example.id] = ids
+            slot.cost += Cost(tokens_to_write(example, ids, slot.length))
+        slot.examples = tuple(e.after(slot.reasoning.get(e.id, ())) for e in slot.examples)
+        return True
+
+    @torch.no_grad()
+    def mark_failures(self) -> None:
+        """After a backward pass: note whose loss or gradient is not finite, and drop the gradient.
+
+        Slots meet nowhere in the LM, so a row that is NaN spoils no other row. A loss scaler,
+        though, looks at all gradients at once: a failed slot's gradient is therefore set to zero.
+        """
+        slots, sums = [], []
+        for slot in self.active:
+            if slot.loss is not None:
+                gradients = {name: p.grad for name, p in slot.params.items() if p.grad is not None}
+                slots.append((slot, gradients))
+                sums += [slot.loss.float(), *(g.sum().float() for g in gradients.values())]
+        device = next((value.device for value in reversed(sums)), None)
+        # One wait for the device.
+        values = iter(torch.stack([v.to(device) for v in sums]).tolist() if sums else [])
+        for slot, gradients in slots:
+            loss, *found = [next(values) for _ in range(1 + len(gradients))]
+            wrong = [name for name, v in zip(gradients, found, strict=True) if not math.isfinite(v)]
+            if not math.isfinite(loss):
+                slot.failure = f"the loss is {loss} at step {slot.step}"
+            elif wrong:
+                slot.failure = f"{wrong[0]} has no gradient at step {slot.step}"
+            else:
+                continue
+            for gradient in gradients.values():
+                gradient.zero_()
+
+    # ---- measurements
+
+    def evaluate(self, slots: Sequence[Slot]) -> None:
+        """Decode the discrete prompts that slots stand for; one decoded just before is known."""
+        prompts: list[Tensor] = []
+        for slot in slots:
+            slot.progress = self.budget.share_used(slot)
+            slot.diagnostics = self.method.diagnostics(slot, slot.state)
+            found_ids = slot.found_ids  # what the last step has found to be exact
+            own_ids = self.method.prompt_ids(slot, slot.state) if found_ids is None else found_ids
+            prompts.append(own_ids)
+        known = [
+            replace(s.last, step=s.step)
+            if s.last is not None and s.last.prompt_ids == tuple(ids.tolist())
+            else None
+            for s, ids in zip(slots, prompts, strict=True)
+        ]
+        new = [i for i, evaluation in enumerate(known) if evaluation is None]
+        decoded = iter(self._decode([slots[i] for i in new], [prompts[i] for i in new]))
+        for slot, evaluation in zip(slots, known, strict=True):
+            evaluation = evaluation or next(decoded)
+            if slot.loss is not None and slot.output_ids is not None:
+                lcs = mean_lcs(slot.trained_on, slot.output_ids.tolist())
+                evaluation = replace(evaluation, loss=float(slot.loss), as_in_code_lcs=lcs)
+            slot.record(evaluation)
+
+    def try_last(self, slot: Slot) -> None:
+        """Record the best of the further prompts that a method tries at the end."""
+        prompt_ids, before = self.method.last_prompts(slot, slot.state), slot.last
+        made = self._decode([slot] * len(prompt_ids), list(prompt_ids))
+        best = max(made, key=lambda evaluation: evaluation.score)
+        assert before is not None
+        slot.record(replace(best, loss=before.loss, as_in_code_lcs=before.as_in_code_lcs))
+
+    def _decode(self, slots: Sequence[Slot], prompts: Sequence[Tensor]) -> list[Evaluation]:
+        if not slots:
+            return []
+        engine = self.engine
+        rows = torch.stack([prompt.to(engine.lm.device) for prompt in prompts])
+        targets, steps = [slot.target for slot in slots], [slot.step for slot in slots]
+        evaluations = []
+        made = evaluate(engine.lm, rows, targets, steps, engine.prefixes)
+        for slot, evaluation in zip(slots, made, strict=True):
+            once = engine.price_of_prefixes(slot.target.measured, slot.account(math.inf))
+            read = tokens_evaluated(evaluation, slot.target, self.budget.can_share)
+            slot.cost += Cost(once + read)
+            if slot.tokens.must_round_trip:
+                is_eligible = slot.tokens.round_trips(evaluation.prompt_ids)
+                evaluation = replace(evaluation, is_eligible=is_eligible)
+            evaluations.append(evaluation)
+        return evaluations
+
+    # ---- time
 
     def charge_time(self) -> None:
         """Add the time since the last call, or since the clock was restarted, to all slots."""

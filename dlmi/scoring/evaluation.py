@@ -218,29 +218,37 @@ def _evaluation(
 # ---- cost
 
 
-def tokens_evaluated(evaluation: Evaluation, target: Target) -> int:
-    """Tokens that an evaluation has read: the forced pass, the free run, reasoning before them."""
+def tokens_evaluated(evaluation: Evaluation, target: Target, can_share: bool = True) -> int:
+    """Tokens that an evaluation has read: the forced pass, the free run, reasoning before them.
+
+    Args:
+        evaluation: It.
+        target: What was to be said.
+        can_share: Whether the LM's keys and values can be cut: the free run then goes on from the
+            first mistake of the forced pass, else it reads everything again.
+    """
     length = len(evaluation.prompt_ids)
     written = evaluation.reasoning_ids or [()] * len(target.measured)
     tokens = 0
     parts = split(target.measured, evaluation.output_ids)
     for example, ids, said_ids in zip(target.measured, written, parts, strict=True):
-        tokens += tokens_to_write(example, ids, length) + example.after(ids).tokens_read(length)
-        # The free run goes on from the first mistake of the forced pass.
+        forced = example.after(ids).tokens_read(length)
+        tokens += tokens_to_write(example, ids, length) + forced
         pairs = zip(example.ids, said_ids, strict=True)
         last = len(example.ids) - 1
         right = next((i for i, (wanted, got) in enumerate(pairs) if wanted != got), last)
-        tokens += max(0, last - right)
+        if right < last:
+            tokens += last - right if can_share else len(example.context.prefix_ids) + forced
     return tokens
 
 
-def most_tokens_evaluated(target: Target, prompt_length: int) -> int:
+def most_tokens_evaluated(target: Target, prompt_length: int, can_share: bool = True) -> int:
     """The same before the evaluation, at most; fixed beginnings are counted as well."""
     tokens = 0
     for example in target.measured:
         context = example.context
-        tokens += len(context.start_ids) + context.most_tokens + prompt_length
-        tokens += 2 * (len(example.ids) - 1)
+        forced = len(context.start_ids) + context.most_tokens + prompt_length + len(example.ids) - 1
+        tokens += forced + (len(example.ids) - 1 if can_share else forced)
         if context.reasoning is not None:
             tokens += len(context.ids([0] * prompt_length)) + context.reasoning.max_tokens
     return tokens

@@ -253,7 +253,7 @@ def test_broken_lines_are_counted_and_named(make_row, write_run, tmp_path):
 
 def test_rows_of_ranks_that_are_not_merged_yet_are_read(make_row, write_run):
     folder = write_run("a", [make_row(0.1, target="t0")])
-    (folder / "results.rank1.jsonl").write_text(make_row(0.3, target="t1").to_json_line())
+    (folder / "results.worker1.jsonl").write_text(make_row(0.3, target="t1").to_json_line())
     [group] = load([folder]).groups
     assert {row.target_id for row in group.rows} == {"t0", "t1"}
     assert len(group.series) == 1

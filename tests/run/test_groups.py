@@ -7,7 +7,7 @@ import pytest
 from dlmi import Inverter, TargetDataModule
 from dlmi.methods import SwapSearch
 from dlmi.run.queue import TargetQueue
-from dlmi.run.workers.workers import Ranks
+from dlmi.run.workers.workers import Workers
 from dlmi.targets.files import texts_to_targets
 
 
@@ -20,14 +20,11 @@ def targets(tiny):
 
 
 def test_no_more_of_a_solved_group_are_handed_out(targets):
-    queue = TargetQueue(Ranks.alone(), targets)
+    queue = TargetQueue(Workers.alone(), targets)
     assert queue.take() == targets[0]
-    assert len(queue) == 3
     queue.end_group("text")
-    assert len(queue) == 1
     assert queue.take() == targets[3]
     assert queue.take() is None
-    assert len(queue) == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4], ids=["they wait", "some are in flight", "all are"])

@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from dlmi.cli.main import main
 from dlmi.errors import RunStopped
 from dlmi.run.queue import TargetQueue
-from dlmi.run.workers.workers import Ranks
+from dlmi.run.workers.workers import Workers
 from dlmi.targets.target import Target
 
 
@@ -40,14 +40,14 @@ def make_workers():
             TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=30))
             for _ in range(size - 1)
         ]
-        return [Ranks(store, r, size, **options) for r, store in enumerate([host, *clients])]
+        return [Workers(store, i, size, **options) for i, store in enumerate([host, *clients])]
 
     return make
 
 
 def test_every_target_goes_to_one_worker(make_workers):
     targets = [Target.single(str(i), (3,), "") for i in range(200)]
-    queues = [TargetQueue(ranks, targets) for ranks in make_workers(3)]
+    queues = [TargetQueue(workers, targets) for workers in make_workers(3)]
     taken = [[] for _ in queues]
 
     def empty(queue, mine):
@@ -62,33 +62,15 @@ def test_every_target_goes_to_one_worker(make_workers):
     for thread in threads:
         thread.join()
     assert sorted(itertools.chain(*taken)) == list(range(200))
-    assert [len(queue) for queue in queues] == [0, 0, 0]
 
 
-def test_of_a_group_that_is_solved_no_more_is_handed_out():
-    groups = ["a", "b", "a", None, "b"]
-    targets = [Target.single(str(i), (3,), "", group=g) for i, g in enumerate(groups)]
-    queue = TargetQueue(Ranks.alone(), targets)
+def test_without_the_one_who_counts_there_is_nothing_to_take():
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Workers(TCPStore("127.0.0.1", host.port, is_master=False), 1, 2)
+    queue = TargetQueue(one, [Target.single(str(i), (3,), "") for i in range(3)])
     assert queue.take().id == "0"
-    queue.end_group("a")
-    assert len(queue) == 3
-    assert [target.id for target in iter(queue.take, None)] == ["1", "3", "4"]
-    assert len(queue) == 0
-
-
-def test_news_reach_worker_zero(make_workers):
-    zero, one, two = make_workers(3)
-    one.post_row("first")
-    two.post_row("second")
-    two.post_status({"left": 2.5})
-    assert zero.new_rows() == ["first", "second"]
-    assert zero.new_rows() == []
-    assert zero.statuses() == [{"left": 2.5}]
-    two.leave()
-    assert zero.statuses() == []
-    assert not zero.others_have_left
-    one.leave()
-    assert zero.others_have_left
+    del host
+    assert queue.take() is None
 
 
 def test_all_get_what_worker_zero_has(make_workers):
@@ -104,25 +86,9 @@ def test_all_get_what_worker_zero_has(make_workers):
     assert not waiting.is_alive()
 
 
-def test_a_wish_to_stop_is_heard(make_workers):
-    zero, one = make_workers(2)
-    one.start_pulse()
-    zero.start_pulse()
-    zero.request_stop()
-    deadline = time.monotonic() + HANGS
-    while not one.is_stop_requested and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert one.is_stop_requested
-    assert one.trouble is zero.trouble is None
-    one.leave()
-    zero.leave()
-
-
-def test_a_silent_worker_is_noticed(make_workers):
-    zero, one = make_workers(2, patience=0)
-    one._store.set("beat/1", "1")  # and no more
-    zero.start_pulse()
-    with pytest.raises(RunStopped, match="worker 1 of 2 has given no sign of life"):
+def test_a_worker_that_died_is_not_waited_for(make_workers):
+    zero, _ = make_workers(2, ended=lambda: "worker 1 of 2 has ended (exit code 1)")
+    with pytest.raises(RunStopped, match="worker 1 of 2 has ended"):
         zero.barrier()
 
 
@@ -130,14 +96,6 @@ def test_a_worker_that_never_comes_is_not_waited_for(make_workers):
     zero, _ = make_workers(2)
     with pytest.raises(RunStopped, match="not all of 2 workers came within 0 s"):
         zero.barrier(within=0)
-
-
-def test_a_worker_that_has_left_may_be_silent(make_workers):
-    zero, one = make_workers(2, patience=0)
-    one._store.set("beat/1", "1")
-    assert [zero._is_silent(1), zero._is_silent(1)] == [False, True]
-    one.leave()
-    assert not zero._is_silent(1)
 
 
 @pytest.fixture
@@ -155,7 +113,7 @@ def test_any_number_of_workers_gives_the_same_rows(workers, model_folder, tmp_pa
     assert output.count("\nk3_sample") == 12  # the screen shows all workers' targets
     assert "│ 3 │      12 │" in output
     names = {path.name for path in (tmp_path / RUN).iterdir()}
-    assert not any(name.startswith("results.rank") for name in names)
+    assert not any(name.startswith("results.worker") for name in names)
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     assert not errors.strip()
 

@@ -18,7 +18,7 @@ from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion, read_rows
 from dlmi.run.budget import Budget
 from dlmi.run.callbacks.base import InversionCallback
-from dlmi.run.preparation import prepare_step
+from dlmi.run.slot_pool import SlotPool
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate, evaluate_alone, pasted_lcs
 from dlmi.scoring.passes import Cost, Pass
@@ -100,10 +100,15 @@ def loss_by_hand(lm, example, prompt_ids):
     return -sum(float(log_probs[i, t]) for i, t in enumerate(example.ids)) / len(example.ids)
 
 
-def reason(lm, slot, prompt_ids=PROMPT):
+def prepare(slot, lm, budget, prompt_ids=PROMPT):
     """Prepare a step of a method that stands for a given prompt."""
     method = SimpleNamespace(prompt_ids=lambda slot, state: torch.tensor(prompt_ids))
-    assert prepare_step(slot, method, lm, Budget(10, None, len(prompt_ids)))
+    engine = SimpleNamespace(lm=lm)
+    return SlotPool(method, engine, None, budget, 0, True, dict, list).prepare(slot)
+
+
+def reason(lm, slot, prompt_ids=PROMPT):
+    assert prepare(slot, lm, Budget(10, None, len(prompt_ids)), prompt_ids)
 
 
 def new_slot(lm, prompt_bos=False):
@@ -209,13 +214,12 @@ def test_the_same_prompt_is_reasoned_about_once(tiny):
 
 def test_reasoning_that_the_budget_does_not_cover_is_not_written(tiny):
     slot = new_slot(tiny)
-    method = SimpleNamespace(prompt_ids=lambda slot, state: torch.tensor(PROMPT))
     enough = Budget(10, 10**6, len(PROMPT))
     least = enough.reserve(slot) + enough.most_reasoned(slot.examples)
-    assert not prepare_step(slot, method, tiny, Budget(10, least - 1, len(PROMPT)))
+    assert not prepare(slot, tiny, Budget(10, least - 1, len(PROMPT)))
     assert slot.is_spent
     assert (slot.reasoning, slot.cost) == ({}, Cost())
-    assert prepare_step(slot, method, tiny, Budget(10, least, len(PROMPT)))
+    assert prepare(slot, tiny, Budget(10, least, len(PROMPT)))
     assert 0 < slot.cost.total <= enough.most_reasoned(unwritten(slot))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from rich.console import Console
 
 from dlmi.run.checkpoints import LAST, AtomicCheckpoints, checkpoint_name
@@ -62,6 +63,9 @@ class RunCheckpoint(ModelCheckpoint):
         def request_stop(signum: int, frame: FrameType | None) -> None:
             module.stop_requested = True
             self.signal = signal.Signals(signum)
+            if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+                # Not Ctrl-C again, which a terminal sends to all.
+                trainer.strategy.launcher.kill(signal.SIGTERM)
             if signum == signal.SIGINT:
                 signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
                 if trainer.is_global_zero:
@@ -75,30 +79,30 @@ class RunCheckpoint(ModelCheckpoint):
             self._previous_handlers = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Save what is unfinished and say how to go on."""
+        """Save what is unfinished; worker 0's file is where a run of several goes on from."""
         super().on_train_end(trainer, pl_module)
-        ranks = pl_module.ranks
-        if not (pl_module.active or len(pl_module.queue) or ranks.trouble):
-            return
-        folder = Path(self.dirpath or trainer.default_root_dir)
-        # False: with optimiser and queue.
-        trainer.save_checkpoint(folder / checkpoint_name(trainer.global_rank), weights_only=False)
-        if not trainer.is_global_zero and ranks.trouble is None:
-            return
-        who = f"worker {ranks.rank}: " if ranks.size > 1 else ""
-        why = f"{ranks.trouble}, so the run stops" if ranks.trouble else "stopped"
-        text = (
-            f"{who}{why}, with {len(pl_module.active)} targets in flight here, which are saved"
-            + (f", and {len(pl_module.queue)} waiting" if ranks.trouble is None else "")
-            + f". Resume with:\n  python -m dlmi fit --config {folder.parent / 'config.yaml'} "
-            f"--ckpt_path {folder / LAST}"
-        )
-        screen = Console(stderr=True, soft_wrap=True, highlight=False)
-        screen.print(text[0].upper() + text[1:], markup=False)
+        workers = pl_module.workers
+        if pl_module.active or (workers.size > 1 and workers.index == 0):
+            path = Path(self.dirpath or trainer.default_root_dir) / checkpoint_name(workers.index)
+            trainer.save_checkpoint(path, weights_only=False)  # with the slots' moments
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
+    def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
+        """Say how to go on, once all workers of this machine are done; give the signals back."""
         super().teardown(trainer, pl_module, stage)
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
         self._previous_handlers = {}
+        why = pl_module.workers.ended()
+        if pl_module.active or pl_module.stop_requested:
+            why = why or "stopped"
+        left = pl_module.unfinished
+        if why is None or not left or not trainer.is_global_zero:
+            return
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        text = (
+            f"{why}: {left} targets are not finished; those in flight are saved. Resume with:\n"
+            f"  python -m dlmi fit --config {folder.parent / 'config.yaml'} "
+            f"--ckpt_path {folder / LAST}"
+        )
+        screen = Console(stderr=True, soft_wrap=True, highlight=False)
+        screen.print(text[0].upper() + text[1:], markup=False)

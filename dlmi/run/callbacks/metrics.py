@@ -14,8 +14,7 @@ from torchmetrics import MeanMetric
 from dlmi.methods.slot import Slot
 from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion
-from dlmi.run.callbacks.base import InversionCallback, InversionRun
-from dlmi.run.identity import run_settings
+from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 from dlmi.text import escape_markdown, marked_markdown, token_texts
 
@@ -41,8 +40,7 @@ class TensorBoardDetails(InversionCallback):
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
     run, except `best_lcs`, which counts all targets begun; those under `finished/` run over the
     targets done so far; the axis of `cost/` is token-passes per target, not steps. With several
-    workers those under `eval/` and `finished/` are over all of them; `train/`, texts and histograms
-    are those of worker 0.
+    workers those under `finished/` are over all of them, the others are those of worker 0.
 
     Args:
         text_every: Evaluations between two texts.
@@ -78,21 +76,18 @@ class TensorBoardDetails(InversionCallback):
         for name, values in norms.items():
             pl_module.log(f"train/grad_norm_{name}", torch.stack(values).mean(), batch_size=1)
 
-    def on_evaluation(self, trainer: Trainer, module: InversionRun, slots: list[Slot]) -> None:
+    def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Means over the slots just decoded, histograms of their temperatures, one text."""
-        module.news.scalars = _scalars(slots)
         board = _board(trainer)
         if board is None:
             return
-        step, peers = trainer.global_step, module.news.from_peers
-        for name, own in module.news.scalars.items():
-            values = own + [value for peer in peers for value in peer["scalars"].get(name, [])]
+        step = trainer.global_step
+        for name, values in _scalars(slots).items():
             if values:
                 board.add_scalar(f"eval/{name}", sum(values) / len(values), step)
         # Over all targets begun: if those that are done did not count, success would lower it.
         best = [row.lcs for row in module.finished]
         best += [slot.best.lcs for slot in module.active if slot.best is not None]
-        best += [lcs for peer in peers for lcs in peer["in_flight"]]
         cost = sum(slot.cost.total for slot in slots) // len(slots)
         board.add_scalar("eval/best_lcs", sum(best) / len(best), step)
         board.add_scalar("cost/best_lcs", sum(best) / len(best), cost)
@@ -106,7 +101,7 @@ class TensorBoardDetails(InversionCallback):
                 board.add_text(f"slot {slot.index}", _slot_markdown(module, slot), step)
         self._evaluations += 1
 
-    def on_target_end(self, trainer: Trainer, module: InversionRun, row: Inversion) -> None:
+    def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Running means over the finished targets, those before a resume included."""
         for done in module.finished[self._counted :]:
             self._counted += 1
@@ -126,10 +121,6 @@ class TensorBoardDetails(InversionCallback):
             board.add_scalar("finished/lcs", row.lcs, count)
             board.add_scalar("finished/steps", row.steps, count)
 
-    def on_peer_target_end(self, trainer: Trainer, module: InversionRun, row: Inversion) -> None:
-        """The same for a target of another worker."""
-        self.on_target_end(trainer, module, row)
-
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
         """Hyperparameters with the final metrics."""
         rows, logger = pl_module.finished, trainer.logger
@@ -147,7 +138,7 @@ class TensorBoardDetails(InversionCallback):
 def _hyperparameters(module: Inverter) -> dict[str, Any]:
     """Settings of the method, of the run and of its data, by name."""
     data = module.data
-    settings = {"method": type(module.method).__name__, **run_settings(module), **data.hparams}
+    settings = {"method": type(module.method).__name__, **module.settings, **data.hparams}
     parts = {"targets": data.source, "load": data.load_options, "share": data.share}
     for name, part in parts.items():
         if part is not None:
@@ -179,7 +170,7 @@ def _scalars(slots: list[Slot]) -> dict[str, list[float]]:
     }
 
 
-def _slot_markdown(module: InversionRun, slot: Slot) -> str:
+def _slot_markdown(module: Inverter, slot: Slot) -> str:
     """The target, the output with differences in bold brackets, and the prompt, as a table."""
     evaluation = slot.last
     assert evaluation is not None

@@ -1,12 +1,19 @@
-"""Writes `results.jsonl`: every finished row is on the disk before its slot is reused."""
+"""Writes `results.jsonl`: every finished row is on the disk before its slot is reused.
 
+Each worker appends to a file of its own, so the files are the truth at any moment, and
+`read_rows` of the folder reads them all. Whoever ends last merges them.
+"""
+
+import contextlib
+import time
 from pathlib import Path
+from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.errors import InputError
-from dlmi.jsonl import append_line
+from dlmi.jsonl import append_line, parse_object
 from dlmi.rows import (
     RESULTS_FILE,
     Inversion,
@@ -15,19 +22,21 @@ from dlmi.rows import (
     results_name,
     rewrite_rows,
 )
-from dlmi.run.callbacks.base import InversionCallback, InversionRun
+from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 
+_LOCK = ".lock"
 _ORPHANS_END_WITHIN = 60.0  # seconds: a step and a checkpoint
+_LOOK_EVERY = 1.0  # seconds between two looks at other workers' files
 
 
-def lock_folder(folder: Path, rank: int = 0, patience: float = 0.0) -> AcquireReturnProxy[FileLock]:
+def lock_folder(folder: Path, name: str = _LOCK, wait: float = 0.0) -> AcquireReturnProxy[FileLock]:
     """Keep other processes out of a folder; the system lets go when this one ends.
 
     Args:
         folder: Made if it is not there.
-        rank: Workers of a run have a lock each.
-        patience: Seconds to wait for a process that is on its way out.
+        name: Of the lock: workers of a run have one each.
+        wait: Seconds for a process that is on its way out.
 
     Returns:
         What holds the lock, until its context ends or its `lock` is released.
@@ -36,28 +45,13 @@ def lock_folder(folder: Path, rank: int = 0, patience: float = 0.0) -> AcquireRe
         InputError: If another process has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / (f".lock.rank{rank}" if rank else ".lock"), thread_local=False)
     try:
-        return lock.acquire(timeout=patience)
+        return FileLock(folder / name, thread_local=False).acquire(timeout=wait)
     except Timeout as error:
         raise InputError(
             f"Expected a folder of its own, but another process is writing to {folder}. Wait for "
             "it to end, or choose another folder."
         ) from error
-
-
-def wait_for_other_workers(folder: Path, patience: float) -> None:
-    """Wait until no worker of an earlier part of the run writes to a folder any more.
-
-    When worker 0 is killed, the others notice within a second or two, save, and end.
-
-    Raises:
-        InputError: If one is still there after `patience` seconds.
-    """
-    for path in folder.glob(".lock.rank*"):
-        rank = path.name.removeprefix(".lock.rank")
-        if rank.isdigit():
-            lock_folder(folder, int(rank), patience).lock.release()
 
 
 def refuse_used_folder(folder: Path) -> None:
@@ -72,9 +66,8 @@ def refuse_used_folder(folder: Path) -> None:
 class ResultWriter(InversionCallback):
     """One JSON line per target in the run's folder.
 
-    Each worker has a file of its own; worker 0 merges them when all are done. When a run goes on,
-    the rows that are there count as finished, even those written after the checkpoint; only rows
-    of interrupted targets, which go on now, are taken out.
+    When a run goes on, the rows that are there count as finished, even those written after the
+    checkpoint; only rows of interrupted targets, which go on now, are taken out.
 
     Attributes:
         path: This worker's file.
@@ -82,68 +75,102 @@ class ResultWriter(InversionCallback):
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._earlier_rows: list[Inversion] = []
-        self._lock: AcquireReturnProxy[FileLock] | None = None
+        self._lock: FileLock | None = None
+        self._read: dict[Path, int] = {}  # bytes of other workers' files, on worker 0
+        self._looked = 0.0
 
-    def claim(self, folder: Path, rank: int = 0) -> None:
+    def claim(self, folder: Path, worker: int = 0) -> None:
         """Keep others out of a folder, from now on; once is enough."""
         if self._lock is None:
-            self._lock = lock_folder(folder, rank)
+            name = f"{_LOCK}.worker{worker}" if worker else _LOCK
+            self._lock = lock_folder(folder, name).lock
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """On worker 0, while the others wait: let workers of an earlier part of the run end."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero:
+            self.claim(folder)
+            for path in folder.glob(f"{_LOCK}.worker*"):
+                lock_folder(folder, path.name, _ORPHANS_END_WITHIN).lock.release()
 
     def on_train_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
         """Find the file; on worker 0, keep what an earlier part of this run finished."""
-        folder, rank = pl_module.folder, pl_module.ranks.rank
-        self.path = folder / results_name(rank)
-        if rank == 0:
-            self.claim(folder)
-            wait_for_other_workers(folder, _ORPHANS_END_WITHIN)
-            self._take_over(trainer, pl_module)
-        pl_module.ranks.barrier()
-        self.claim(folder, rank)
+        folder, worker = pl_module.folder, pl_module.workers.index
+        self.path = folder / results_name(worker)
+        self._read = {}
+        if worker:
+            self.claim(folder, worker)
+        elif files := results_files(folder):
+            if trainer.ckpt_path is None and not self.continues:
+                refuse_used_folder(folder)
+            rows = read_rows(folder, tolerate_cut=True)
+            for row in rows:
+                pl_module.check_same_run(row)
+            pl_module.finished += [row for row in rows if row.stop_reason != "interrupted"]
+            _merge(files, pl_module.finished)
 
-    def _take_over(self, trainer: Trainer, module: InversionRun) -> None:
-        if not results_files(module.folder):
-            return
-        if trainer.ckpt_path is None and not self.continues:
-            refuse_used_folder(module.folder)
-        rows = read_rows(module.folder, tolerate_cut=True)
-        for row in rows:
-            module.check_same_run(row)
-        self._earlier_rows = [row for row in rows if row.stop_reason != "interrupted"]
-        _merge(module.folder, self._earlier_rows)
-
-    def earlier_rows(self) -> list[Inversion]:
-        """The rows that are in the file from an earlier part of this run."""
-        return self._earlier_rows
-
-    def on_target_end(self, trainer: Trainer, module: InversionRun, row: Inversion) -> None:
+    def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Append the row and sync it to the disk."""
         if self.path is not None:
             append_line(self.path, row.to_json_line())
 
+    def on_train_batch_start(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: Inverter, batch: Any, batch_idx: int
+    ) -> None:
+        """On worker 0: take in what the others have finished."""
+        if time.monotonic() - self._looked > _LOOK_EVERY:
+            self._take_in(pl_module)
+            self._looked = time.monotonic()
+
+    def _take_in(self, module: Inverter) -> None:
+        if module.workers.size == 1 or module.workers.index:
+            return
+        for path in results_files(module.folder):
+            if path == self.path:
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines, newline, _ = file.read().rpartition(b"\n")  # the last may be half written
+            self._read[path] = self._read.get(path, 0) + len(lines) + len(newline)
+            module.finished += [
+                Inversion.from_json(parse_object(line)) for line in lines.split(b"\n") if line
+            ]
+
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Merge the files of all workers; let others have the folder."""
-        ranks = pl_module.ranks
-        is_whole = ranks.rank == 0 and ranks.trouble is None and ranks.others_have_left
-        if self.path is not None and is_whole and len(results_files(pl_module.folder)) > 1:
-            _merge(pl_module.folder, pl_module.finished)
+        """Let others have the folder; merge the files of all workers if this is the last."""
+        if self.path is not None:
+            self._take_in(pl_module)
         self._unlock()
+        if self.path is not None and pl_module.workers.size > 1:
+            _merge_if_last(pl_module.folder)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Only the latter: Lightning tears nothing down after an error."""
+        """Only the former: Lightning tears nothing down after an error."""
         self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            self._lock.lock.release()
+            self._lock.release()
             self._lock = None
 
 
-def _merge(folder: Path, rows: list[Inversion]) -> None:
-    """All rows in worker 0's file; those of the others go when it is on the disk."""
-    rewrite_rows(folder / RESULTS_FILE, rows)
-    for file in results_files(folder):
+def _merge_if_last(folder: Path) -> None:
+    """Merge unless a worker is at work. One looks at a time, or the last two could miss it."""
+    with FileLock(folder / f"{_LOCK}.merge"), contextlib.ExitStack() as stack:
+        try:
+            for path in [folder / _LOCK, *folder.glob(f"{_LOCK}.worker*")]:
+                stack.enter_context(FileLock(path).acquire(timeout=0))
+        except Timeout:
+            return
+        if files := results_files(folder):
+            _merge(files, read_rows(folder, tolerate_cut=True))
+
+
+def _merge(files: list[Path], rows: list[Inversion]) -> None:
+    """These rows in worker 0's file; those of the others go when it is on the disk."""
+    rewrite_rows(files[0].with_name(RESULTS_FILE), rows)
+    for file in files:
         if file.name != RESULTS_FILE:
             file.unlink()
