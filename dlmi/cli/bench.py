@@ -20,7 +20,7 @@ from dlmi.cli.parser import CommandParser, check_new_file, default_device
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
 from dlmi.lm.placement import DType
-from dlmi.run.environment import describe_environment
+from dlmi.run.identity import describe_environment
 from dlmi.text import visible
 
 _LEGEND = """\

@@ -45,18 +45,18 @@ def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
         inverter: As `fit` would run it.
         data: Its data module; nothing of it is loaded.
     """
-    budget, method = inverter.budget, inverter.method
-    if budget.token_passes is not None:
-        return budget.token_passes
+    method = inverter.method
+    if inverter.token_budget is not None:
+        return inverter.token_budget
     is_bare = data.template is None and data.share is None
     if not isinstance(method, Relaxation) or not isinstance(data.source, ByRank) or not is_bare:
         return None
     context = Context(start_ids=(0,) * inverter.prompt_bos)
     target = Target.single("any", (0,) * data.source.length, "", context)
     step = _price_of_step(method, inverter.prompt_length, target)
-    evaluations = 1 + -(-budget.steps // inverter.eval_every) + method.num_last_prompts
+    evaluations = 1 + -(-inverter.steps // inverter.eval_every) + method.num_last_prompts
     evaluation = most_tokens_evaluated(target, inverter.prompt_length)
-    return budget.steps * step + evaluations * evaluation
+    return inverter.steps * step + evaluations * evaluation
 
 
 def _price_of_step(method: Relaxation, length: int, target: Target) -> int:  # type: ignore[type-arg]

@@ -16,7 +16,7 @@ from dlmi.jsonl import append_line
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods.slot import Slot
 from dlmi.run.callbacks.base import InversionCallback
-from dlmi.run.environment import describe_environment
+from dlmi.run.identity import describe_environment
 from dlmi.run.inverter import Inverter
 
 

@@ -4,8 +4,9 @@ import contextlib
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
@@ -15,15 +16,21 @@ from dlmi.errors import InputError, RunStopped
 
 LAST = "last.ckpt"
 
-# What Lightning and the inverter take from a checkpoint, and of which type.
-_PARTS: dict[str, type] = {
-    "epoch": int,
-    "global_step": int,
-    "loops": dict,
-    "state_dict": dict,
-    "inversion": dict,
-}
-_OWN_PARTS: dict[str, type] = {"identity": dict, "slots": list, "finished_ids": list}
+
+class _Inversion(TypedDict):
+    identity: dict[str, Any]
+    slots: list[dict[str, Any]]
+    finished_ids: list[str]
+
+
+class _Checkpoint(TypedDict):
+    """What Lightning and the inverter take from a checkpoint."""
+
+    epoch: int
+    global_step: int
+    loops: dict[str, Any]
+    state_dict: dict[str, Any]
+    inversion: _Inversion
 
 
 def checkpoint_name(worker: int) -> str:
@@ -74,28 +81,16 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def check_checkpoint_file(path: Path) -> None:
-    """Raise `InputError` unless a file is a checkpoint of dlmi.
-
-    Args:
-        path: The file; if it was cut short, the one before it counts.
-    """
+    """Raise `InputError` unless a file, or the one before it if it was cut, is one of dlmi's."""
     checkpoint = read_checkpoint(path, mmap=True)
     try:
         migrate_checkpoint(checkpoint)  # as Lightning will, if the version is one
-        parts = [(checkpoint, _PARTS), (checkpoint["inversion"], _OWN_PARTS)]
-        missing = [
-            name
-            for holder, kinds in parts
-            for name, kind in kinds.items()
-            if not isinstance(holder[name], kind)
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        missing = [str(error)]
-    if missing:
+        msgspec.convert(checkpoint, _Checkpoint)
+    except Exception as error:  # of whatever does not fit
         raise InputError(
             f"Expected `ckpt_path` to be a checkpoint of dlmi, but {path} is that of another "
-            f"program, or broken ({missing[0]})."
-        )
+            f"program, or broken ({error})."
+        ) from error
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

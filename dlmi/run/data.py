@@ -1,12 +1,13 @@
 """The data module: it owns the frozen LM and the targets to be inverted on it."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, IterableDataset
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm.frozen_lm import FrozenLM
@@ -94,13 +95,7 @@ class TargetDataModule(LightningDataModule):
 
     @classmethod
     def of(cls, lm: FrozenLM, targets: Sequence[Target], **options: Any) -> "TargetDataModule":
-        """A data module of an LM and targets that are there already.
-
-        Args:
-            lm: The model.
-            targets: What to invert.
-            options: `batch_size`, `rows_per_pass`, `compile`.
-        """
+        """Of an LM and targets that are there already; options: `batch_size` and the like."""
         data = cls(lm=lm.name, **options)
         data._take(lm, list(targets))
         return data
@@ -121,27 +116,18 @@ class TargetDataModule(LightningDataModule):
         """Load the LM and make the targets, once."""
         if self._lm is not None:
             return
-        options = self.load_options
-        lm = load_lm(
-            self.lm_name,
-            self.dtype,
-            device,
-            options.bos,
-            options.trust_remote_code,
-            options.device_map,
-            options.quantization,
-        )
+        load = self.load_options
+        options = (load.bos, load.trust_remote_code, load.device_map, load.quantization)
+        lm = load_lm(self.lm_name, self.dtype, device, *options)
         targets = self.source.targets(lm, self.template)
         if self.share is not None:
             targets = [self.share.target(lm, targets, self.template)]
         self._take(lm, targets)
 
     def _take(self, lm: FrozenLM, targets: list[Target]) -> None:
-        seen: set[str] = set()
-        for target in targets:
-            if target.id in seen:
-                raise InputError(f"Expected target ids to be unique, but {target.id!r} came twice.")
-            seen.add(target.id)
+        for target_id, times in Counter(target.id for target in targets).most_common(1):
+            if times > 1:
+                raise InputError(f"Expected target ids to be unique, but {target_id!r} came twice.")
         if lm.is_spread and self.compile:
             raise InputError(
                 "Expected `data.compile` to be false for an LM that is spread by "
@@ -161,14 +147,6 @@ class TargetDataModule(LightningDataModule):
         """Lightning's hook: load onto this worker's device."""
         self.load(self.trainer.strategy.root_device if self.trainer else "cpu")
 
-    def train_dataloader(self) -> "DataLoader[int]":
+    def train_dataloader(self) -> "itertools.count[int]":
         """Endless ticks: the slots hold the data, a tick is one optimisation step of them all."""
-        return DataLoader(_Ticks(), batch_size=None)
-
-
-class _Ticks(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        tick = 0
-        while True:
-            yield tick
-            tick += 1
+        return itertools.count()

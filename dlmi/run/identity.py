@@ -1,43 +1,50 @@
-"""What makes a run the same run: a checkpoint, or rows on disk, of another are refused."""
+"""Where a run was measured, and what makes it the same run: rows of another are refused."""
 
+import importlib.metadata
+import platform
+from collections.abc import Mapping
 from typing import Any
 
 from dlmi.errors import InputError
+from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.rows import Inversion
+from dlmi.version import __version__
 
-_FORMAT = "format"
-CHECKPOINT_FORMAT = 2  # before it was counted, methods were LightningModules themselves
+_FORMAT = 2  # of checkpoints; before it was counted, methods were LightningModules themselves
+
+
+def describe_environment(lm: FrozenLM) -> dict[str, Any]:
+    """The columns of a row that say where it was measured."""
+    packages = ("torch", "lightning", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {
+        "model": lm.name,
+        "revision": lm.revision,
+        "fingerprint": lm.fingerprint(),
+        "dtype": lm.dtype_name,
+        "device": lm.device.type,
+        "versions": {"dlmi": __version__, "python": platform.python_version(), **versions},
+    }
 
 
 def run_identity(
-    method: str, settings: dict[str, Any], fingerprint: str | None, dtype: str, target_set: str
+    method: str, settings: dict[str, Any], environment: Mapping[str, Any], allowed_ids: str
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on; slots and workers may differ.
-
-    Args:
-        method: Name of the method.
-        settings: Arguments of the run and its method.
-        fingerprint: Of the LM.
-        dtype: Of the LM.
-        target_set: Fingerprint of the targets.
-    """
+    """What must be the same for a run to go on; slots and workers may differ."""
     return {
+        "format": _FORMAT,
         "method": method,
         **{f"model.{name}": value for name, value in settings.items()},
-        "data.lm fingerprint": fingerprint,
-        "data.dtype": dtype,
-        "targets": target_set,
+        "model.allowed_tokens as ids": allowed_ids,
+        "data.lm fingerprint": environment["fingerprint"],
+        "data.dtype": environment["dtype"],
+        "targets": environment["target_set"],
     }
 
 
 def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise `InputError` unless a checkpoint was made by the run that is to go on.
-
-    Args:
-        saved: The identity that the checkpoint holds.
-        identity: That of the run.
-    """
-    if saved.get(_FORMAT) != identity[_FORMAT]:
+    """Raise `InputError` unless the identity that a checkpoint holds is that of the run."""
+    if saved.get("format") != identity["format"]:
         raise InputError(
             "Expected `ckpt_path` to come from this version of dlmi, but it was made by an earlier "
             "one, whose checkpoints cannot be continued. Finish that run with the version that "
@@ -54,7 +61,8 @@ def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:
 
 def check_row(row: Inversion, identity: dict[str, Any]) -> None:
     """Raise `InputError` unless a row of the run's folder could have come from this run."""
-    found = run_identity(row.method, row.settings, row.fingerprint, row.dtype, row.target_set)
+    allowed_ids = identity["model.allowed_tokens as ids"]  # which no row knows
+    found = run_identity(row.method, row.settings, vars(row), allowed_ids)
     for name, value in identity.items():
         if found.get(name) != value:
             raise InputError(

@@ -7,7 +7,7 @@ budget is spent, reports its row and takes the next target at once. Several work
 side and take from one queue.
 """
 
-from dataclasses import replace
+import inspect
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +25,7 @@ from dlmi.rows import Inversion
 from dlmi.run.budget import Budget
 from dlmi.run.checks import check_settings, check_targets, check_trainer
 from dlmi.run.data import TargetDataModule
-from dlmi.run.environment import describe_environment
-from dlmi.run.identity import CHECKPOINT_FORMAT, check_checkpoint, check_row, run_identity
-from dlmi.run.queue import TargetQueue
+from dlmi.run.identity import check_checkpoint, describe_environment, run_identity
 from dlmi.run.resume import Resume, pack_slot
 from dlmi.run.row_building import build_row
 from dlmi.run.slot_pool import SlotPool
@@ -92,7 +90,8 @@ class Inverter(LightningModule):
         self.save_hyperparameters(ignore=["method"])  # an object would make checkpoints unreadable
         self.method = method
         self.prompt_length = prompt_length
-        self.budget = Budget(steps, token_budget, prompt_length, method.num_last_prompts)
+        self.steps = steps
+        self.token_budget = token_budget
         self.eval_every = eval_every
         self.prompt_bos = prompt_bos
         self.allowed_tokens = allowed_tokens
@@ -105,14 +104,10 @@ class Inverter(LightningModule):
         self.finished: list[Inversion] = []
         self.folder = Path()
         self.stop_requested = False
-        self.vocabulary: Vocabulary
-        self.engine: Engine
-        self._pool: SlotPool
-        self._queue: TargetQueue
         self._targets: list[Target] = []
+        self._waiting: list[Target] = []
+        self._solved_groups: set[str | None] = set()
         self._finished_ids: set[str] = set()
-        self._resume = Resume()
-        self._environment: dict[str, Any] = {}
 
     # ---- what others look at
 
@@ -152,27 +147,13 @@ class Inverter(LightningModule):
         Values that the run takes from its method are filled in. `precision` is that of the training
         passes, None for the LM's own dtype, which all measurements are in.
         """
-        method, precision = settings_of(self.method), self.trainer.precision
-        own_scale = method.get("norm_gradient_scale", 1.0)
-        scale = own_scale if self.norm_gradient_scale is None else self.norm_gradient_scale
-        return {
-            **method,
-            "prompt_length": self.prompt_length,
-            "steps": self.budget.steps,
-            "token_budget": self.budget.token_passes,
-            "eval_every": self.eval_every,
-            "prompt_bos": self.prompt_bos,
-            "allowed_tokens": self.allowed_tokens,
-            "forbid_target_tokens": self.forbid_target_tokens,
-            "fluency": self.fluency,
-            "norm_gradient_scale": scale,
-            "seed": self.seed,
-            "precision": None if precision == "32-true" else precision,
-        }
-
-    def check_same_run(self, row: Inversion) -> None:
-        """Raise `InputError` unless a row could have come from this very run."""
-        check_row(row, self._row_identity)
+        settings = settings_of(self.method)
+        own_scale = settings.get("norm_gradient_scale", 1.0)
+        settings |= {name: getattr(self, name) for name in _ARGUMENTS}
+        if self.norm_gradient_scale is None:
+            settings["norm_gradient_scale"] = own_scale
+        precision = self.trainer.precision
+        return {**settings, "precision": None if precision == "32-true" else precision}
 
     def check(self, trainer: Trainer, data: TargetDataModule) -> None:
         """Raise `InputError` for what cannot run; before `setup`, no other worker tells it too."""
@@ -192,7 +173,13 @@ class Inverter(LightningModule):
         fluency = Fluency(self.vocabulary, self.fluency) if self.fluency else None
         count = min(self.data.batch_size, -(-len(self._targets) // self.workers.size))
         self.engine = Engine(self.vocabulary, fluency, self.norm_gradient_scale, count)
-        self.budget = replace(self.budget, can_share=self.engine.prefixes.can_share)
+        self.budget = Budget(
+            self.steps,
+            self.token_budget,
+            self.prompt_length,
+            self.method.num_last_prompts,
+            self.engine.prefixes.can_share,
+        )
         self._pool = SlotPool(
             self.method,
             self.engine,
@@ -206,10 +193,12 @@ class Inverter(LightningModule):
         )
         self._pool.check_budget(self._targets)
         self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        self.finished, self._finished_ids = [], set()
+        self.finished, self._finished_ids, self._solved_groups = [], set(), set()
         self._resume = Resume()
         target_set = fingerprint_targets(self.data.targets)
         self._environment = {**describe_environment(self.lm), "target_set": target_set}
+        method, allowed_ids = type(self.method).__name__, self.vocabulary.fingerprint()
+        self.identity = run_identity(method, self.settings, self._environment, allowed_ids)
         drop_gradient_scaler(self.trainer)
         self.stop_requested = False
 
@@ -239,19 +228,19 @@ class Inverter(LightningModule):
         waiting = self.workers.broadcast(waiting)
         by_id = {target.id: target for target in self._targets}
         self._finished_ids = by_id.keys() - set(waiting)
-        self._queue = TargetQueue(self.workers, [by_id[target_id] for target_id in waiting])
+        self._waiting = [by_id[target_id] for target_id in waiting]
         resumed = sum(target_id in self._resume for target_id in waiting)
         if self._finished_ids or resumed:
             self._tell("on_resume", len(self._finished_ids), resumed)
-        self._pool.refill(range(len(self.slots)), self._queue, self._resume)
+        self._pool.refill(range(len(self.slots)), self._take, self._resume)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
         self._settle()
         if self.active and not self.stop_requested:
-            self._pool.charge_time()
+            self._pool.lap()
             self._tell("on_step_start", self.active)
-            self._pool.restart_clock()
+            self._pool.lap(is_charged=False)
             return None
         self.trainer.should_stop = True
         return -1
@@ -280,7 +269,7 @@ class Inverter(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the slots' future depends on, by target; Lightning has it by place."""
         checkpoint["inversion"] = {
-            "identity": self._identity,
+            "identity": self.identity,
             "slots": [pack_slot(slot, self.trainer.optimizers) for slot in self.active],
             "finished_ids": sorted(self._finished_ids),
         }
@@ -291,31 +280,31 @@ class Inverter(LightningModule):
         saved = checkpoint.get("inversion")
         if saved is None:
             raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
-        check_checkpoint(saved["identity"], self._identity)
+        check_checkpoint(saved["identity"], self.identity)
         self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
         checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
 
-    @property
-    def _row_identity(self) -> dict[str, Any]:
-        columns = {name: self._environment[name] for name in ("fingerprint", "dtype", "target_set")}
-        return run_identity(type(self.method).__name__, self.settings, **columns)
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        ids = {"model.allowed_tokens as ids": self.vocabulary.fingerprint()}
-        return {"format": CHECKPOINT_FORMAT, **self._row_identity, **ids}
-
     # ---- the life of a slot
+
+    def _take(self) -> Target | None:
+        """The next target that waits, of the list that all workers take from."""
+        while self._waiting:
+            place = self.workers.take()
+            if place >= len(self._waiting):
+                self._waiting = []  # worker 0, which keeps the count, may leave from now on
+            elif self._waiting[place].group not in self._solved_groups:
+                return self._waiting[place]
+        return None
 
     def _settle(self) -> None:
         """Decode what is due, report what is done and refill, until neither is left."""
-        self._pool.charge_time()
+        self._pool.lap()
         while True:
             due = [slot for slot in self.active if self.budget.is_due(slot, self.eval_every)]
             if due:
                 self._pool.evaluate(due)
                 self._tell("on_evaluation", due)
-                self._pool.charge_time()
+                self._pool.lap()
             done = {s.index: r for s in self.active if (r := self.budget.stop_reason(s))}
             if not (due or done):
                 return
@@ -330,23 +319,14 @@ class Inverter(LightningModule):
                 self._report(slot, reason)
                 self._finished_ids.add(slot.target.id)
                 if reason == "solved" and slot.target.group is not None:
-                    self._queue.end_group(slot.target.group)
+                    self._solved_groups.add(slot.target.group)
                     others = self._pool.leave_group(slot)
                     self._finished_ids |= {other.target.id for other in others}
                     free += [other.index for other in others]
-            self._pool.refill(dict.fromkeys(free), self._queue, self._resume)
+            self._pool.refill(dict.fromkeys(free), self._take, self._resume)
 
     def _report(self, slot: Slot, reason: str) -> None:
-        row = build_row(
-            slot,
-            reason,
-            last_ids=self.method.prompt_ids(slot, slot.state),
-            soft_prompt=self.method.soft_prompt(slot, slot.state),
-            seed=self.seed,
-            method=type(self.method).__name__,
-            settings=self.settings,
-            environment=self._environment,
-        )
+        row = build_row(slot, reason, self.method, self.settings, self._environment)
         self.finished.append(row)
         self._tell("on_target_end", row)
 
@@ -355,3 +335,6 @@ class Inverter(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, event):
                 getattr(callback, event)(self.trainer, self, *what)
+
+
+_ARGUMENTS = [*inspect.signature(Inverter).parameters][1:]  # all but the method

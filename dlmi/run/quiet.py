@@ -1,9 +1,8 @@
 """A run with no files and no screen."""
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from lightning.pytorch import Callback, Trainer
@@ -12,7 +11,6 @@ from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 
 _ADVICE = (
-    ".*does not have many workers.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*`LightningModule.configure_optimizers` returned `None`.*",  # a search has no optimiser
 )
@@ -32,24 +30,6 @@ def run_quietly(
         callbacks: Who follows it.
         max_time: After this no step is begun; the first step is made in any case.
     """
-    with _silent_lightning():
-        trainer = Trainer(
-            max_epochs=-1,
-            max_time=None if max_time is None else max(max_time, timedelta.resolution),
-            accelerator="cpu" if data.lm.device.type == "cpu" else "auto",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-        )
-        trainer.fit(module, datamodule=data)
-
-
-@contextlib.contextmanager
-def _silent_lightning() -> Iterator[None]:
-    """Keep advice off the screen that does not concern whoever called."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -57,6 +37,17 @@ def _silent_lightning() -> Iterator[None]:
         with warnings.catch_warnings():
             for message in _ADVICE:
                 warnings.filterwarnings("ignore", message=message)
-            yield
+            trainer = Trainer(
+                max_epochs=-1,
+                max_time=None if max_time is None else max(max_time, timedelta.resolution),
+                accelerator="cpu" if data.lm.device.type == "cpu" else "auto",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=list(callbacks),
+            )
+            trainer.fit(module, datamodule=data)
     finally:
         logger.setLevel(level)

@@ -5,11 +5,9 @@ can go on in any slot of any worker: a run may be resumed with other slots, othe
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
@@ -20,52 +18,20 @@ from dlmi.errors import InputError
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.methods.states import to_plain
-from dlmi.rows import TracePoint
 from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
-from dlmi.scoring.evaluation import Evaluation
-from dlmi.scoring.passes import Cost
 
-
-@dataclass(frozen=True)
-class _Numbers:
-    """Attributes of a slot that are saved by their own names."""
-
-    step: int
-    seconds: float
-    cost: Cost
-    known: list[tuple[int, ...]]
-    best: Evaluation | None
-    last: Evaluation | None
-    trace: list[TracePoint]
-    loss: Tensor | None
-    output_ids: Tensor | None
-    found_ids: Tensor | None
-    reasoned_ids: tuple[int, ...]
-    reasoning: dict[str, tuple[int, ...]]
-    diagnostics: dict[str, Tensor]
-    is_spent: bool
-    failure: str | None
-
-
-@dataclass(frozen=True)
-class SavedSlot(_Numbers):
-    """A slot as a checkpoint holds it: the same, and what has another form there."""
-
-    target_id: str
-    trained_on: list[str]
-    rng: Tensor
-    state: Any
-    params: dict[str, Tensor]
-    moments: dict[str, dict[str, Any]]
-
-
-_NUMBERS = [field.name for field in dataclasses.fields(_Numbers)]
+# Attributes of a slot that a checkpoint holds under their own names, each of its declared type.
+_NAMES = (
+    *("step", "seconds", "cost", "known", "best", "last", "trace", "loss", "output_ids"),
+    *("found_ids", "reasoned_ids", "reasoning", "diagnostics", "is_spent", "failure"),
+)
+_TYPES = get_type_hints(Slot)
 
 
 def pack_slot(slot: Slot, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """A slot as plain values and tensors; loads with `weights_only=True`."""
     return {
-        **{name: to_plain(getattr(slot, name)) for name in _NUMBERS},
+        **{name: to_plain(getattr(slot, name)) for name in _NAMES},
         "trace": [to_plain(point) for point in slot.trace],
         "target_id": slot.target.id,
         "trained_on": [example.id for example in slot.trained_on],
@@ -86,13 +52,13 @@ class Resume:
 
     def __init__(self, checkpoints: Iterable[Mapping[str, Any]] = ()) -> None:
         self.finished_ids: set[str] = set()
-        self._slots: dict[str, SavedSlot] = {}
+        self._slots: dict[str, dict[str, Any]] = {}
         for saved in checkpoints:
             self.finished_ids |= set(saved["finished_ids"])
-            for slot in msgspec.convert(saved["slots"], list[SavedSlot]):
-                known = self._slots.get(slot.target_id)
-                if known is None or known.step < slot.step:
-                    self._slots[slot.target_id] = slot
+            for slot in saved["slots"]:
+                known = self._slots.get(slot["target_id"])
+                if known is None or known["step"] < slot["step"]:
+                    self._slots[slot["target_id"]] = slot
 
     @classmethod
     def of_all_workers(cls, saved: Mapping[str, Any], path: Path) -> "Resume":
@@ -114,15 +80,15 @@ class Resume:
         """Put a target back to work, in a slot that was opened for it."""
         saved = self._slots.pop(slot.target.id)
         with _broken_is_input_error():
-            for name in _NUMBERS:
-                setattr(slot, name, getattr(saved, name))
-            slot.rng.set_state(saved.rng.cpu())
-            slot.state = method.restore(saved.state)
+            for name in _NAMES:
+                setattr(slot, name, msgspec.convert(saved[name], _TYPES[name]))
+            slot.rng.set_state(saved["rng"].cpu())
+            slot.state = method.restore(saved["state"])
             by_id = {example.id: example for example in slot.target.examples}
-            slot.trained_on = tuple(by_id[example_id] for example_id in saved.trained_on)
+            slot.trained_on = tuple(by_id[example_id] for example_id in saved["trained_on"])
             for name, parameter in slot.params.items():
-                parameter.copy_(saved.params[name].view_as(parameter))
-                _set_moments(optimizers, parameter, saved.moments[name])
+                parameter.copy_(saved["params"][name].view_as(parameter))
+                _set_moments(optimizers, parameter, saved["moments"][name])
 
 
 @contextlib.contextmanager
@@ -150,18 +116,17 @@ def _moments(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> dict[s
 def _set_moments(
     optimizers: Sequence[Optimizer], parameter: nn.Parameter, moments: dict[str, Any]
 ) -> None:
-    for optimizer in optimizers:
+    if any(
+        isinstance(m, Tensor) and m.shape not in ((), parameter.shape) for m in moments.values()
+    ):
+        raise ValueError("moments of another shape")
+    for optimizer in optimizers if moments else ():
         for group in optimizer.param_groups:
-            if moments and any(parameter is other for other in group["params"]):
+            if any(parameter is other for other in group["params"]):
                 on_host = () if group.get("fused") or group.get("capturable") else ("step",)
                 optimizer.state[parameter] = {
-                    key: _on_device(value, parameter) if key not in on_host else value
+                    key: value.to(parameter.device, copy=True)
+                    if isinstance(value, Tensor) and key not in on_host
+                    else value
                     for key, value in moments.items()
                 }
-
-
-def _on_device(moment: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(moment, Tensor):
-        return moment
-    shaped = moment.view_as(parameter) if moment.ndim else moment
-    return shaped.to(parameter.device, copy=True)

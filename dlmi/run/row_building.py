@@ -2,14 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.rows import ExampleResult, Inversion
@@ -18,31 +16,15 @@ from dlmi.scoring.prompt_forms import LCSMatrix, measure_forms
 from dlmi.targets.context import Example
 from dlmi.targets.target import Target, split
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What the metrics of a row are computed from.
-
-    Attributes:
-        lm: The model.
-        target: What was to be said.
-        best: The best prompt, decoded alone.
-    """
-
-    lm: FrozenLM
-    target: Target
-    best: Evaluation
-
-
-# Measures of a prompt and its output by name: they fill `row.metrics`.
-METRICS: dict[str, Callable[[Measured], float | None]] = {
-    "lcs": lambda m: m.best.lcs,
-    "discrete_loss": lambda m: m.best.discrete_loss,
-    "margin": lambda m: m.best.margin,
-    "round_trip_lcs": lambda m: pasted_lcs(m.lm, m.best.prompt_ids, m.target),
-    "prompt_perplexity": lambda m: m.lm.perplexity(m.best.prompt_ids),
-    "overlap_ratio": lambda m: overlap_ratio(m.best.prompt_ids, m.target.ids),
-    "target_hit_ratio": lambda m: target_hit_ratio(m.best.prompt_ids, m.target.ids),
+# Measures of the best prompt, decoded alone, by name: they fill `row.metrics`.
+METRICS: dict[str, Callable[[FrozenLM, Target, Evaluation], float | None]] = {
+    "lcs": lambda lm, target, best: best.lcs,
+    "discrete_loss": lambda lm, target, best: best.discrete_loss,
+    "margin": lambda lm, target, best: best.margin,
+    "round_trip_lcs": lambda lm, target, best: pasted_lcs(lm, best.prompt_ids, target),
+    "prompt_perplexity": lambda lm, target, best: lm.perplexity(best.prompt_ids),
+    "overlap_ratio": lambda lm, target, best: overlap_ratio(best.prompt_ids, target.ids),
+    "target_hit_ratio": lambda lm, target, best: target_hit_ratio(best.prompt_ids, target.ids),
 }
 # Those that are columns of their own as well.
 _COLUMNS = ("round_trip_lcs", "prompt_perplexity", "overlap_ratio", "target_hit_ratio")
@@ -51,11 +33,7 @@ _COLUMNS = ("round_trip_lcs", "prompt_perplexity", "overlap_ratio", "target_hit_
 def build_row(
     slot: Slot,
     stop_reason: str,
-    *,
-    last_ids: Tensor,
-    soft_prompt: SoftPrompt | None,
-    seed: int,
-    method: str,
+    method: Method[Any],
     settings: dict[str, Any],
     environment: dict[str, Any],
 ) -> Inversion:
@@ -64,10 +42,7 @@ def build_row(
     Args:
         slot: With its best prompt.
         stop_reason: Why it is done with.
-        last_ids: The discrete prompt that it stands for now, (N,).
-        soft_prompt: The distributions that it stands for now.
-        seed: Of the run.
-        method: Name of the method.
+        method: Moved its prompts.
         settings: Arguments of the run and its method.
         environment: The columns that say where it was measured, and on which targets.
     """
@@ -76,7 +51,7 @@ def build_row(
     assert last is not None
     best = decoded_again(lm, slot.best, target)
     prompt_ids = best.prompt_ids
-    metrics = {name: metric(Measured(lm, target, best)) for name, metric in METRICS.items()}
+    metrics = {name: metric(lm, target, best) for name, metric in METRICS.items()}
     matrix: LCSMatrix = {}
     rank_one_rate = None
     held_out: tuple[ExampleResult, ...] = ()
@@ -84,8 +59,8 @@ def build_row(
         matrix, rank_one_rate = measure_forms(
             slot.tokens,
             torch.tensor(prompt_ids),
-            last_ids,
-            soft_prompt,
+            method.prompt_ids(slot, slot.state),
+            method.soft_prompt(slot, slot.state),
             slot.seed("forms of the prompt"),
             slot.key,
         )
@@ -121,8 +96,8 @@ def build_row(
         seconds=slot.seconds,
         forward_tokens=slot.cost.forward,
         backward_tokens=slot.cost.backward,
-        seed=seed,
-        method=method,
+        seed=settings["seed"],
+        method=type(method).__name__,
         settings=settings,
         trace=tuple(slot.trace),
         prompt_tokens=_token_texts(lm, prompt_ids),

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from dlmi.errors import InputError
 from dlmi.methods.base import Method, Step
 from dlmi.methods.slot import Slot
 from dlmi.run.budget import Budget
-from dlmi.run.queue import TargetQueue
 from dlmi.run.resume import Resume
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import Evaluation, evaluate, mean_lcs, tokens_evaluated
@@ -30,11 +29,6 @@ class SlotPool:
     """All that happens to slots between two hooks of Lightning.
 
     Attributes:
-        method: Moves their prompts.
-        engine: Reads what they ask for.
-        vocabulary: What prompts may hold.
-        budget: Of each target.
-        seed: Of the run.
         can_narrow: Whether a search may read the end of a prompt alone.
         params_of: The parameters of a slot, by its index.
         optimizers: Those of the trainer.
@@ -72,17 +66,17 @@ class SlotPool:
             )
 
     def _least_cost(self, target: Target) -> int:
-        slot, cost = self._open(None, target), 0
+        slot, cost = self._open(target), 0
         if not self.method.shapes(slot.length, self.vocabulary):  # a search
             for first in self.method.start(slot):
                 cost = self.engine.price(first, slot.account(math.inf)).total
                 break
         return cost + self.budget.reserve(slot)
 
-    def _open(self, index: int | None, target: Target) -> Slot:
+    def _open(self, target: Target, index: int = -1) -> Slot:
         """A slot for a target, with nothing in it yet; without an index it has no tensors."""
         key = hash_seed(f"{self.seed}/{target.id}")
-        params = {} if index is None else self.params_of(index)
+        params = {} if index < 0 else self.params_of(index)
 
         def reset_moments() -> None:
             for optimizer in self.optimizers():
@@ -97,20 +91,21 @@ class SlotPool:
             length=self.budget.prompt_length,
             rng=torch.Generator(device=self.engine.lm.device).manual_seed(key),
             can_narrow=self.can_narrow,
-            index=-1 if index is None else index,
+            index=index,
             key=key,
             reset_moments=reset_moments,
         )
 
-    def refill(self, indices: Iterable[int], queue: TargetQueue, resume: Resume) -> None:
+    def refill(
+        self, indices: Iterable[int], take: Callable[[], Target | None], resume: Resume
+    ) -> None:
         """Give slots to the next targets, or leave them empty; nobody is charged for the time."""
         new = []
         for index in indices:
             self.slots[index] = None
-            target = queue.take()
-            if target is None:
+            if (target := take()) is None:
                 continue
-            slot = self.slots[index] = self._open(index, target)
+            slot = self.slots[index] = self._open(target, index)
             slot.forget_moments()
             if target.id in resume:
                 resume.restore(slot, self.method, self.optimizers())
@@ -120,7 +115,7 @@ class SlotPool:
         outcomes = advance([self.method.start(slot) for slot in new], self.engine, accounts)
         for slot, outcome, account in zip(new, outcomes, accounts, strict=True):
             slot.state, slot.cost = outcome.value, account.cost
-        self.restart_clock()
+        self.lap(is_charged=False)
 
     def leave_group(self, solved: Slot) -> list[Slot]:
         """Let the other tries at a task leave without a row, once one has solved it."""
@@ -184,48 +179,40 @@ class SlotPool:
         Slots meet nowhere in the LM, so a row that is NaN spoils no other row. A loss scaler,
         though, looks at all gradients at once: a failed slot's gradient is therefore set to zero.
         """
-        slots, sums = [], []
-        for slot in self.active:
-            if slot.loss is not None:
-                gradients = {name: p.grad for name, p in slot.params.items() if p.grad is not None}
-                slots.append((slot, gradients))
-                sums += [slot.loss.float(), *(g.sum().float() for g in gradients.values())]
-        device = next((value.device for value in reversed(sums)), None)
-        # One wait for the device.
-        values = iter(torch.stack([v.to(device) for v in sums]).tolist() if sums else [])
-        for slot, gradients in slots:
-            loss, *found = [next(values) for _ in range(1 + len(gradients))]
-            wrong = [name for name, v in zip(gradients, found, strict=True) if not math.isfinite(v)]
-            if not math.isfinite(loss):
-                slot.failure = f"the loss is {loss} at step {slot.step}"
-            elif wrong:
-                slot.failure = f"{wrong[0]} has no gradient at step {slot.step}"
-            else:
-                continue
-            for gradient in gradients.values():
-                gradient.zero_()
+        slots = [slot for slot in self.active if slot.loss is not None]
+        found = []
+        for slot in slots:
+            found.append((slot, "loss", cast(Tensor, slot.loss).float()))
+            for name, parameter in slot.params.items():
+                if parameter.grad is not None:
+                    found.append((slot, name, parameter.grad.sum().float()))
+        sums = [value.to(found[-1][2].device) for _, _, value in found]
+        numbers = torch.stack(sums).tolist() if sums else []  # one wait for the device
+        for (slot, name, _), number in zip(found, numbers, strict=True):
+            if slot.failure is None and not math.isfinite(number):
+                what = f"the loss is {number}" if name == "loss" else f"{name} has no gradient"
+                slot.failure = f"{what} at step {slot.step}"
+        for parameter in (p for slot in slots if slot.failure for p in slot.params.values()):
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     # ---- measurements
 
     def evaluate(self, slots: Sequence[Slot]) -> None:
         """Decode the discrete prompts that slots stand for; one decoded just before is known."""
         prompts: list[Tensor] = []
+        known: list[Evaluation | None] = []
         for slot in slots:
             slot.progress = self.budget.share_used(slot)
             slot.diagnostics = self.method.diagnostics(slot, slot.state)
-            found_ids = slot.found_ids  # what the last step has found to be exact
-            own_ids = self.method.prompt_ids(slot, slot.state) if found_ids is None else found_ids
-            prompts.append(own_ids)
-        known = [
-            replace(s.last, step=s.step)
-            if s.last is not None and s.last.prompt_ids == tuple(ids.tolist())
-            else None
-            for s, ids in zip(slots, prompts, strict=True)
-        ]
+            ids = slot.found_ids  # what the last step has found to be exact
+            prompts.append(self.method.prompt_ids(slot, slot.state) if ids is None else ids)
+            is_known = slot.last and slot.last.prompt_ids == tuple(prompts[-1].tolist())
+            known.append(slot.last if is_known else None)
         new = [i for i, evaluation in enumerate(known) if evaluation is None]
         decoded = iter(self._decode([slots[i] for i in new], [prompts[i] for i in new]))
         for slot, evaluation in zip(slots, known, strict=True):
-            evaluation = evaluation or next(decoded)
+            evaluation = replace(evaluation or next(decoded), step=slot.step)
             if slot.loss is not None and slot.output_ids is not None:
                 lcs = mean_lcs(slot.trained_on, slot.output_ids.tolist())
                 evaluation = replace(evaluation, loss=float(slot.loss), as_in_code_lcs=lcs)
@@ -257,15 +244,9 @@ class SlotPool:
             evaluations.append(evaluation)
         return evaluations
 
-    # ---- time
-
-    def charge_time(self) -> None:
-        """Add the time since the last call, or since the clock was restarted, to all slots."""
+    def lap(self, is_charged: bool = True) -> None:
+        """Charge all slots for the time since the last lap, or nobody."""
         now = time.perf_counter()
-        for slot in self.active:
+        for slot in self.active if is_charged else ():
             slot.seconds += now - self._clock
         self._clock = now
-
-    def restart_clock(self) -> None:
-        """What came before this moment is charged to nobody."""
-        self._clock = time.perf_counter()

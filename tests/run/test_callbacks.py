@@ -11,9 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlmi import Inverter, read_rows
 from dlmi.methods import DLMI, SwapSearch
 from dlmi.run.callbacks.metrics import TensorBoardDetails
-from dlmi.run.callbacks.progress import InversionProgress
+from dlmi.run.callbacks.progress import InversionProgress, marked_output, summary_table
 from dlmi.run.callbacks.results import ResultWriter
-from dlmi.run.callbacks.terminal import marked_output, summary_table
 from dlmi.targets.sources import Questions
 from dlmi.text import clock, escape_markdown, visible
 

@@ -220,6 +220,34 @@ def test_without_one_before_it_is_refused(interrupted):
         run(ckpt_path=path)
 
 
+BREAKS = {
+    "slots": lambda saved: saved.update(slots=[3]),
+    "finished_ids": lambda saved: saved.update(finished_ids=None),
+    "no step": lambda saved: saved["slots"][0].pop("step"),
+    "step": lambda saved: saved["slots"][0].update(step="many"),
+    "cost": lambda saved: saved["slots"][0].update(cost={"forward": "a", "backward": 1}),
+    "best": lambda saved: saved["slots"][0].update(best={"lcs": 1.0}),
+    "trace": lambda saved: saved["slots"][0].update(trace=[{}]),
+    "loss": lambda saved: saved["slots"][0].update(loss=[1.0]),
+    "rng": lambda saved: saved["slots"][0].update(rng=torch.zeros(3)),
+    "trained_on": lambda saved: saved["slots"][0].update(trained_on=["nobody"]),
+    "params": lambda saved: saved["slots"][0].update(params={"Z": 3.0, "Phi": None}),
+    "shape": lambda saved: saved["slots"][0]["params"].update(Z=torch.zeros(1)),
+    "moments": lambda saved: saved["slots"][0]["moments"]["Z"].update(exp_avg=torch.zeros(7)),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_checkpoint_that_is_wrong_inside_is_refused_in_a_line(broken, interrupted):
+    run, path = interrupted
+    checkpoint = torch.load(path, weights_only=True)
+    BREAKS[broken](checkpoint["inversion"])
+    torch.save(checkpoint, path)
+    with pytest.raises(InputError, match="Expected `ckpt_path` to be a whole checkpoint") as told:
+        run(ckpt_path=path)
+    assert "\n" not in str(told.value)
+
+
 def test_a_checkpoint_is_never_half_there(interrupted, monkeypatch):
     """A crash while writing leaves the file and the one before it as they were."""
     run, path = interrupted

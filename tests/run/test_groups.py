@@ -6,8 +6,6 @@ import pytest
 
 from dlmi import Inverter, TargetDataModule
 from dlmi.methods import SwapSearch
-from dlmi.run.queue import TargetQueue
-from dlmi.run.workers.workers import Workers
 from dlmi.targets.files import texts_to_targets
 
 
@@ -17,14 +15,6 @@ def targets(tiny):
     text, alone = texts_to_targets(tiny, ["w9 w9", "w9"])
     tries = [dataclasses.replace(text, id=f"try_{i}", group="text") for i in range(3)]
     return [*tries, alone]
-
-
-def test_no_more_of_a_solved_group_are_handed_out(targets):
-    queue = TargetQueue(Workers.alone(), targets)
-    assert queue.take() == targets[0]
-    queue.end_group("text")
-    assert queue.take() == targets[3]
-    assert queue.take() is None
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4], ids=["they wait", "some are in flight", "all are"])

@@ -25,9 +25,7 @@ from torch.distributed import TCPStore
 
 from dlmi.cli.main import main
 from dlmi.errors import RunStopped
-from dlmi.run.queue import TargetQueue
 from dlmi.run.workers.workers import Workers
-from dlmi.targets.target import Target
 
 
 @pytest.fixture
@@ -45,18 +43,15 @@ def make_workers():
     return make
 
 
-def test_every_target_goes_to_one_worker(make_workers):
-    targets = [Target.single(str(i), (3,), "") for i in range(200)]
-    queues = [TargetQueue(workers, targets) for workers in make_workers(3)]
-    taken = [[] for _ in queues]
+def test_every_number_goes_to_one_worker(make_workers):
+    taken = [[] for _ in range(3)]
 
-    def empty(queue, mine):
-        while (target := queue.take()) is not None:
-            mine.append(int(target.id))
+    def take(workers, mine):
+        while (number := workers.take()) < 200:
+            mine.append(number)
 
-    threads = [
-        threading.Thread(target=empty, args=pair) for pair in zip(queues, taken, strict=True)
-    ]
+    pairs = zip(make_workers(3), taken, strict=True)
+    threads = [threading.Thread(target=take, args=pair) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -64,13 +59,11 @@ def test_every_target_goes_to_one_worker(make_workers):
     assert sorted(itertools.chain(*taken)) == list(range(200))
 
 
-def test_without_the_one_who_counts_there_is_nothing_to_take():
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    one = Workers(TCPStore("127.0.0.1", host.port, is_master=False), 1, 2)
-    queue = TargetQueue(one, [Target.single(str(i), (3,), "") for i in range(3)])
-    assert queue.take().id == "0"
-    del host
-    assert queue.take() is None
+def test_without_the_one_who_counts_there_is_nothing_to_take(make_workers):
+    zero, one = make_workers(2)
+    assert one.take() == 0
+    zero._store = None
+    assert one.take() > 10**9
 
 
 def test_all_get_what_worker_zero_has(make_workers):

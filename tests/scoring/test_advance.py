@@ -5,13 +5,16 @@ import dataclasses
 import pytest
 import torch
 from helpers.lm_calls import counted_calls
-from helpers.methods import METHODS
+from helpers.methods import METHODS, make_inverter
 from helpers.slots import MadeUp, begin, open_slot, take_steps
 
 from dlmi import load_lm
 from dlmi.lm.memory import RowsPerPass
+from dlmi.run.budget import Budget
+from dlmi.run.slot_pool import SlotPool
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.passes import Account, Cost, Pass, Scores, advance
+from dlmi.scoring.prefixes import PrefixStore
 from dlmi.targets.context import NO_CONTEXT, Context
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
@@ -189,6 +192,39 @@ def test_slots_share_the_cost_of_a_call(kind, model_folder):
         take_steps(method, slots, engine)
     assert [slot.cost for slot in slots] == [Cost(2 * 8, 2 * 8)] * 3
     assert sum(calls.tokens) == sum(calls.backward) == 3 * 16
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_evaluation_costs_what_the_lm_saw(context, kind, model_folder):
+    """Where nothing can be shared, the free run reads everything again; bounds cover that."""
+    lm = load_lm(str(model_folder(kind)), dtype="float64")
+    vocabulary = Vocabulary(lm)
+    engine = Engine(vocabulary)
+    budget = Budget(9, None, 6, can_share=engine.prefixes.can_share)
+    pool = SlotPool(METHODS["dlmi"], engine, vocabulary, budget, 0, True, dict, list)
+    costs = set()
+    for last in range(3, 13):
+        target = Target.single("t", (5, 9, 11, last), "", CONTEXTS[context])
+        slot = open_slot(vocabulary, target, 6, METHODS["dlmi"])
+        slot.found_ids = torch.arange(last, last + 6)
+        with counted_calls(lm) as calls:
+            pool.evaluate([slot])
+        assert slot.cost.total == sum(calls.tokens) <= budget.most_evaluated(slot)
+        if slot.last.output_ids[0] != 5:  # wrong from the first token on
+            assert slot.cost.total == budget.most_evaluated(slot)
+        costs.add(slot.cost.total)
+        engine.prefixes = PrefixStore(lm, 4)
+        assert engine.prefixes.can_share == (kind == "llama")
+    assert costs
+
+
+@pytest.mark.parametrize("name", ["dlmi", "gcg", "swap_search"])
+def test_a_token_budget_holds_where_no_cache_can_be_shared(name, model_folder, data, fit):
+    lm = str(model_folder("mistral"))
+    for budget in (150, 333, 777):
+        rows = fit(make_inverter(name, steps=10_000, token_budget=budget), data(lm=lm)).values()
+        assert all(row.forward_tokens + row.backward_tokens <= budget for row in rows)
 
 
 def test_padding_costs_nothing(tiny):

@@ -92,17 +92,14 @@ class RunCheckpoint(ModelCheckpoint):
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
         self._previous_handlers = {}
-        why = pl_module.workers.ended()
-        if pl_module.active or pl_module.stop_requested:
-            why = why or "stopped"
-        left = pl_module.unfinished
-        if why is None or not left or not trainer.is_global_zero:
-            return
-        folder = Path(self.dirpath or trainer.default_root_dir)
-        text = (
-            f"{why}: {left} targets are not finished; those in flight are saved. Resume with:\n"
-            f"  python -m dlmi fit --config {folder.parent / 'config.yaml'} "
-            f"--ckpt_path {folder / LAST}"
-        )
-        screen = Console(stderr=True, soft_wrap=True, highlight=False)
-        screen.print(text[0].upper() + text[1:], markup=False)
+        was_stopped = pl_module.active or pl_module.stop_requested
+        why = pl_module.workers.ended() or ("stopped" if was_stopped else None)
+        if why and pl_module.unfinished and trainer.is_global_zero:
+            folder = Path(self.dirpath or trainer.default_root_dir)
+            text = (
+                f"{why}: {pl_module.unfinished} targets are not finished; those in flight are "
+                f"saved. Resume with:\n  python -m dlmi fit --config "
+                f"{folder.parent / 'config.yaml'} --ckpt_path {folder / LAST}"
+            )
+            screen = Console(stderr=True, soft_wrap=True, highlight=False)
+            screen.print(text[0].upper() + text[1:], markup=False)

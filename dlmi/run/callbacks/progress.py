@@ -1,21 +1,24 @@
 """The progress bar: targets done, speed, honest LCS, time left; plain lines in a log file."""
 
 import time
+from collections.abc import Sequence
+from statistics import fmean, median
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
 
+from dlmi.metrics import lcs_members
 from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
-from dlmi.run.callbacks.terminal import marked_output, summary_table
 from dlmi.run.inverter import Inverter
 from dlmi.targets.questions import HUB_MARK, PACKAGED_QUESTIONS
 from dlmi.targets.sources import Questions
-from dlmi.text import clock, visible
+from dlmi.text import Decoder, clock, token_texts, visible
 
 _SHOWN = 16  # slots in flight that the line has room for
 _AS_IS: Any = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -32,11 +35,9 @@ class InversionProgress(InversionCallback, ProgressBar):
         super().__init__()
         self.log_seconds = log_seconds
         self.console = Console()
-        self._bar: Progress | None = None
-        self._task: Any = None
         self._enabled = True
-        self._started = 0.0
-        self._last_line = 0.0
+        self._bar: Progress
+        self._started = self._last_line = 0.0
         self._left_at_start = 0.0
         self._steps = 0
         self._shown = 0  # rows
@@ -54,11 +55,11 @@ class InversionProgress(InversionCallback, ProgressBar):
         if not self._enabled:
             return
         lm, workers = pl_module.lm, pl_module.workers.size
-        parameters = lm.model.num_parameters() / 1e6
         self.console.print(
-            f"{type(pl_module.method).__name__} on {lm.name} ({parameters:.1f}M parameters, "
-            f"{lm.dtype_name}, {lm.device.type}): {len(pl_module.data.targets)} targets, "
-            f"N={pl_module.prompt_length}, at most {pl_module.budget.steps} steps each, "
+            f"{type(pl_module.method).__name__} on {lm.name} "
+            f"({lm.model.num_parameters() / 1e6:.1f}M parameters, {lm.dtype_name}, "
+            f"{lm.device.type}): {len(pl_module.data.targets)} targets, "
+            f"N={pl_module.prompt_length}, at most {pl_module.steps} steps each, "
             f"{len(pl_module.slots)} at a time"
             + (f" on each of {workers} workers" if workers > 1 else ""),
             **_AS_IS,
@@ -68,11 +69,15 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._started = self._last_line = time.monotonic()
         self._left_at_start = float(len(pl_module.data.targets))
         self._steps, self._shown = 0, len(pl_module.finished)
-        if self.console.is_terminal:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            self._task = self._bar.add_task("starting", total=1.0)
-            self._bar.start()
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._bar.add_task("starting", total=1.0)
+        self._bar.start()
 
     def on_resume(self, trainer: Trainer, module: Inverter, kept: int, resumed: int) -> None:
         """Say what the run goes on with."""
@@ -92,18 +97,36 @@ class InversionProgress(InversionCallback, ProgressBar):
             return
         self._steps += len(pl_module.active)
         self._show_rows(pl_module)
-        now = time.monotonic()
-        if self._bar is not None:
-            done = 1 - self._left(pl_module) / len(pl_module.data.targets)
-            self._bar.update(self._task, completed=done, description=self._line(pl_module))
-        elif now - self._last_line >= self.log_seconds:
-            self._last_line = now
+        done = 1 - _left(pl_module) / len(pl_module.data.targets)
+        for task in self._bar.task_ids:
+            self._bar.update(task, completed=done, description=self._line(pl_module))
+        if self._bar.disable and time.monotonic() - self._last_line >= self.log_seconds:
+            self._last_line = time.monotonic()
             print(self._line(pl_module), flush=True)
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Show it at once."""
         if self._enabled:
             self._show_rows(module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the bar; the table comes when all rows are in."""
+        if self._enabled:
+            self._bar.stop()
+
+    def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
+        """The table per difficulty; for a prompt to questions, how to count what it answers."""
+        if not self._enabled or not pl_module.finished:
+            return
+        self._show_rows(pl_module)
+        self.console.print(summary_table(pl_module.finished))
+        source = pl_module.data.source
+        if isinstance(source, Questions) and trainer.loggers:
+            command = f"python -m dlmi score --results {pl_module.folder}"
+            if source.source != PACKAGED_QUESTIONS:  # a file has no part that was held out
+                is_hub = source.source.startswith(HUB_MARK)
+                command += f" --examples {source.source if is_hub else 'OTHER_FILE.jsonl'}"
+            self.console.print(f"how many questions it answers: {command}", **_AS_IS)
 
     def _show_rows(self, module: Inverter) -> None:
         """Two lines for each target that is done, on any worker: how it ended, its best prompt."""
@@ -123,44 +146,59 @@ class InversionProgress(InversionCallback, ProgressBar):
             self.console.print(line, soft_wrap=True)
         self._shown = len(module.finished)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar; the table comes when all rows are in."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """The table per difficulty; for a prompt to questions, how to count what it answers."""
-        self.on_train_end(trainer, pl_module)
-        if self._enabled and pl_module.finished:
-            self._show_rows(pl_module)
-            self.console.print(summary_table(pl_module.finished))
-            source = pl_module.data.source
-            if isinstance(source, Questions) and trainer.loggers:
-                command = f"python -m dlmi score --results {pl_module.folder}"
-                if source.source != PACKAGED_QUESTIONS:  # a file has no part that was held out
-                    is_hub = source.source.startswith(HUB_MARK)
-                    command += f" --examples {source.source if is_hub else 'OTHER_FILE.jsonl'}"
-                self.console.print(f"how many questions it answers: {command}", **_AS_IS)
-
-    @staticmethod
-    def _left(module: Inverter) -> float:
-        """Budgets still to be spent, if no target is solved early; all of others' in flight."""
-        return module.unfinished - sum(module.budget.share_used(slot) for slot in module.active)
-
     def _line(self, module: Inverter) -> str:
         elapsed = max(time.monotonic() - self._started, 1e-9)
-        in_flight = [slot.best.lcs for slot in module.active if slot.best]
-        shown = " ".join(f"{lcs:.2f}" for lcs in in_flight[:_SHOWN])
+        in_flight = [f"{slot.best.lcs:.2f}" for slot in module.active if slot.best]
         more = f" and {len(in_flight) - _SHOWN} more" if len(in_flight) > _SHOWN else ""
         rows = module.finished
-        mean = f"{sum(row.lcs for row in rows) / len(rows):.2f}" if rows else "-"
-        left = self._left(module)
+        mean = f"{fmean(row.lcs for row in rows):.2f}" if rows else "-"
+        left = _left(module)
         spent = self._left_at_start - left
         time_left = clock(left / spent * elapsed) if spent > 0 else "?"
         here = " here" if module.workers.size > 1 else ""
         return (
             f"{len(rows)}/{len(module.data.targets)} targets · "
             f"{self._steps / elapsed:.2f} steps/s{here} · mean LCS {mean} · "
-            f"in flight{here} {shown}{more} · at most {time_left} left"
+            f"in flight{here} {' '.join(in_flight[:_SHOWN])}{more} · at most {time_left} left"
         )
+
+
+def _left(module: Inverter) -> float:
+    """Budgets still to be spent if no target is solved early; other workers' in flight whole."""
+    return module.unfinished - sum(module.budget.share_used(slot) for slot in module.active)
+
+
+def marked_output(lm: Decoder, target_ids: Sequence[int], output_ids: Sequence[int]) -> Text:
+    """An output for the terminal: what belongs to the LCS green, the rest red."""
+    members = lcs_members(target_ids, output_ids)
+    tokens = zip(token_texts(lm, output_ids), members, strict=True)
+    return Text.assemble(*((token, "green" if is_member else "red") for token, is_member in tokens))
+
+
+def summary_table(rows: Sequence[Inversion]) -> Table:
+    """Per difficulty: targets, exact, mean honest LCS; median steps, cost and seconds in a slot."""
+    title = "Honest results: discrete prompt, free greedy decode (steps and on: medians)"
+    table = Table(title=title, title_justify="left")
+    names = ("k", "targets", "exact", "mean LCS", "as in code", "steps", "token passes", "seconds")
+    for name in names:
+        table.add_column(name, justify="right")
+    groups = sorted({row.k for row in rows}, key=lambda k: (k is None, k))
+    for k in groups:
+        table.add_row("-" if k is None else str(k), *_cells([r for r in rows if r.k == k]))
+    if len(groups) > 1:
+        table.add_section()
+        table.add_row("all", *_cells(rows))
+    return table
+
+
+def _cells(rows: Sequence[Inversion]) -> list[str]:
+    soft = [row.as_in_code_lcs for row in rows if row.as_in_code_lcs is not None]
+    return [
+        str(len(rows)),
+        str(sum(row.exact for row in rows)),
+        f"{fmean(row.lcs for row in rows):.3f}",
+        f"{fmean(soft):.3f}" if soft else "-",
+        f"{median(row.steps for row in rows):g}",
+        f"{median(row.forward_tokens + row.backward_tokens for row in rows):,.0f}",
+        f"{median(row.seconds for row in rows):.0f}",
+    ]

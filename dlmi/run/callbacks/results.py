@@ -23,6 +23,7 @@ from dlmi.rows import (
     rewrite_rows,
 )
 from dlmi.run.callbacks.base import InversionCallback
+from dlmi.run.identity import check_row
 from dlmi.run.inverter import Inverter
 
 _LOCK = ".lock"
@@ -105,7 +106,7 @@ class ResultWriter(InversionCallback):
                 refuse_used_folder(folder)
             rows = read_rows(folder, tolerate_cut=True)
             for row in rows:
-                pl_module.check_same_run(row)
+                check_row(row, pl_module.identity)
             pl_module.finished += [row for row in rows if row.stop_reason != "interrupted"]
             _merge(files, pl_module.finished)
 
