@@ -1,11 +1,19 @@
 """What files and page are put together from: tables, figures, and text that a model said."""
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dlmi.text import visible
 
 Cell = str | int | float | None
+
+ASSETS = files("dlmi.report") / "assets"
 
 
 class ModelText(str):
@@ -31,39 +39,71 @@ class ModelText(str):
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, as self-contained SVG; `name` is that of its files, without suffix."""
+    """A picture: self-contained SVG once it is written, drawn on a canvas before."""
 
-    name: str
+    name: str  # of its files, without suffix
     title: str
     caption: str
-    svg: str
+    svg: str = ""
+    canvas: Any = None
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table; `name` is that of its files, without suffix.
+    """A table.
 
     Cells are plain: floats are formatted by whoever shows them, None is shown as a dash. Text of
     models is `ModelText`.
     """
 
-    name: str
+    name: str  # of its files, without suffix
     title: str
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(
-        cls, name: str, title: str, caption: str, lines: Sequence[Mapping[str, Cell]]
-    ) -> "ReportTable":
-        """From lines that all have the same columns."""
+    def of(cls, name: str, lines: Sequence[Mapping[str, Cell]], **values: Any) -> "ReportTable":
+        """From lines that all have the same columns; the rest as `block_texts`."""
         columns = tuple(lines[0]) if lines else ()
-        return cls(name, title, caption, columns, tuple(tuple(line.values()) for line in lines))
+        rows = tuple(tuple(line.values()) for line in lines)
+        return cls(*block_texts(name, **values), columns, rows)
 
     def is_number(self, column: int) -> bool:
         """Whether a column holds nothing but numbers, which stand to the right."""
         return all(isinstance(row[column], int | float | None) for row in self.rows)
+
+
+def block_texts(name: str, part: int = 1, **values: Any) -> tuple[str, str, str]:
+    """File name, title and caption of a table or figure.
+
+    Args:
+        name: In `assets/texts.toml`.
+        part: Of several; from the second on it is named.
+        values: What is filled into the caption.
+    """
+    texts = _all_texts()[name]
+    suffix, of = (f"_{part}", f", part {part}") if part > 1 else ("", "")
+    return name + suffix, texts["title"] + of, texts["caption"].format(**values)
+
+
+@cache
+def _all_texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads((ASSETS / "texts.toml").read_text(encoding="utf-8"))
+
+
+def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:
+    """A template among the assets, filled in; what goes into HTML is escaped."""
+    environment = Environment(
+        loader=PackageLoader("dlmi.report", "assets"),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(filters)
+    return environment.get_template(template).render(**values)
 
 
 def format_cell(value: Cell) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dlmi.report.blocks import Figure, block_texts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
 from dlmi.report.loading import AXIS_UNITS, Axis, Budget, ReportData, Series, points_within
 from dlmi.report.names import form_name, k_name
-from dlmi.report.styles import Drawing, Panel, Style, house_style, numbered, panel_grid, styles_of
+from dlmi.report.styles import Panel, Style, house_style, panel_grid, styles_of
 from dlmi.rows import FLOORS, Inversion
 
 _ROWS_PER_FIGURE = 4
@@ -44,7 +46,7 @@ class Curve:
     errors: list[float]
 
 
-def draw_bars(data: ReportData) -> list[Drawing]:
+def draw_bars(data: ReportData) -> list[Figure]:
     """Honest LCS by difficulty: rows of panels for each LM and N, one panel per budget."""
     styles = styles_of(data.labels)
     places = [
@@ -75,15 +77,7 @@ def draw_bars(data: ReportData) -> list[Drawing]:
         with house_style():
             canvas = panel_grid(panels, columns, (widest, 1.8), labels, legend, _heading(data))
         pages.append(canvas)
-    caption = (
-        "Honest LCS (best discrete prompt within the budget, free greedy decode) against the "
-        "targets' difficulty k. Bars stand in the order of the legend; they are means over "
-        "targets, seeds averaged first, and the whiskers are standard errors over targets (none "
-        "for a single one). A target that stopped early keeps its value. Lines across a cluster: "
-        "what the LM says with no prompt, after random tokens, and after the target itself "
-        f"repeated; means over all rows.{_restrictions(data)}"
-    )
-    return numbered("lcs_by_k", "Honest LCS by difficulty and method", caption, pages)
+    return _figures("lcs_by_k", pages, data)
 
 
 def _bar_panel(
@@ -123,30 +117,24 @@ def _floor(floor: str) -> dict[str, Any]:
     return {**line, **mark, "clip_on": False}  # a floor may be 0
 
 
-def draw_anytime(data: ReportData, axis: Axis) -> list[Drawing]:
+def draw_anytime(data: ReportData, axis: Axis) -> list[Figure]:
     """Best honest LCS so far against a kind of cost, one panel per LM and N."""
-    unit = AXIS_UNITS[axis]
-    caption = (
-        f"Best honest LCS so far against {unit} spent on a target: mean over targets, seeds "
-        "averaged first, and a band of one standard error over targets. A target that stopped "
-        f"keeps its value to the end of its method's curve.{_restrictions(data)}"
-    )
     name = f"anytime_{'steps' if axis == 'step' else axis}"
-    labels = (unit, "best honest LCS so far")
-    return _draw_curves(
-        data, axis, best_so_far, labels, (name, f"Best LCS so far by {unit}", caption)
-    )
+    labels = (AXIS_UNITS[axis], "best honest LCS so far")
+    return _figures(name, _draw_curves(data, axis, best_so_far, labels), data)
 
 
-def draw_temperature(data: ReportData) -> list[Drawing]:
+def draw_temperature(data: ReportData) -> list[Figure]:
     """The temperature of the methods that have one, one panel per LM and N."""
-    caption = (
-        "Effective temperature (mean over prompt positions) against steps: mean over targets, "
-        "seeds averaged first, and a band of one standard error over targets. A target that "
-        f"stopped keeps its last value.{_restrictions(data)}"
-    )
-    texts = ("temperature", "Temperature by step", caption)
-    return _draw_curves(data, "step", temperature, ("steps", "temperature τ"), texts)
+    pages = _draw_curves(data, "step", temperature, ("steps", "temperature τ"))
+    return _figures("temperature", pages, data)
+
+
+def _figures(name: str, pages: Sequence[Canvas], data: ReportData) -> list[Figure]:
+    return [
+        Figure(*block_texts(name, part, held=data.held_to), canvas=page)
+        for part, page in enumerate(pages, start=1)
+    ]
 
 
 def best_so_far(row: Inversion, axis: Axis, budget: Budget | None = None) -> Path:
@@ -189,8 +177,7 @@ def _draw_curves(
     axis: Axis,
     path: Callable[[Inversion, Axis, Budget], Path],
     labels: tuple[str, str],
-    texts: tuple[str, str, str],
-) -> list[Drawing]:
+) -> list[Canvas]:
     styles = styles_of(data.labels)
     found: list[tuple[set[str], Panel]] = []
     for title, group in data.titled():
@@ -217,7 +204,7 @@ def _draw_curves(
         with house_style():
             canvas = panel_grid(panels, columns, (3.4, 2.3), labels, legend, _heading(data))
         pages.append(canvas)
-    return numbered(*texts, pages)
+    return pages
 
 
 def _curve_panel(
@@ -255,7 +242,3 @@ def _share_scale(axes: Axes) -> None:
 def _heading(data: ReportData) -> str:
     """The LM, where there is but one."""
     return data.titled()[0][0] if len(data.groups) == 1 else ""
-
-
-def _restrictions(data: ReportData) -> str:
-    return f" All prompts were held to {data.restrictions}." if data.restrictions else ""

@@ -7,12 +7,12 @@ from typing import cast
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.ticker import MaxNLocator
 
+from dlmi.report.blocks import Figure, block_texts
 from dlmi.report.gradient_comparison import labels_of, values_of
 from dlmi.report.gradient_sets import GradientSet
-from dlmi.report.styles import Drawing, Panel, house_style, panel_grid, safe_text, styles_of
-
-_MOST_TICKS = 6
+from dlmi.report.styles import Panel, house_style, panel_grid, safe_text, styles_of
 
 # Column of a gradient row, and what its panel is called. The first two are the paper's; the others
 # do not change when a gradient is merely scaled.
@@ -24,10 +24,10 @@ STATISTICS = {
 }
 
 
-def draw_violins(sets: Sequence[GradientSet]) -> list[Drawing]:
+def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
     """One figure per set; nothing for a set without values above 0."""
     drawings = []
-    for number, gradients in enumerate(sets, start=1):
+    for part, gradients in enumerate(sets, start=1):
         estimators = labels_of(gradients.rows)
         values = {
             name: {e: values_of(gradients.rows, e, name) for e in estimators} for name in STATISTICS
@@ -46,19 +46,11 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Drawing]:
         with house_style():
             size = (3.4, 0.5 + 0.26 * len(estimators))
             canvas = panel_grid(panels, min(2, len(panels)), size)
-        caption = (
-            f"Gradient estimators on {gradients.title}. Logarithmic scale; violins over targets, "
-            "seeds and steps, with the extremes and, as a dot, the mean of the logarithms. "
-            "Variance and bias of a logit are the largest over all logits, as in the paper, and "
-            "shrink with the gradient itself; the ratios are free of scale, with the sampling "
-            "noise subtracted."
-        )
         drawn = [value for name in shown for found in values[name].values() for value in found]
-        if left_out := sum(value <= 0 for value in drawn):
-            caption += f" {left_out} values that are 0 or below cannot be drawn and are left out."
-        title = "Variance and bias of gradient estimators"
-        name = "gradients" if len(sets) == 1 else f"gradients_{number}"
-        drawings.append(Drawing(name, title, caption, canvas))
+        lost = sum(value <= 0 for value in drawn)
+        left_out = f" {lost} values that are 0 or below cannot be drawn and are left out."
+        filled = {"measured_on": gradients.title, "left_out": left_out if lost else ""}
+        drawings.append(Figure(*block_texts("gradients", part, **filled), canvas=canvas))
     return drawings
 
 
@@ -82,18 +74,5 @@ def _draw_panel(values: dict[str, list[float]], has_names: bool, axes: Axes) -> 
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
-    axes.set_xticks(*_log_ticks(*axes.get_xlim()))
-
-
-def _log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Ticks between two exponents of ten: powers, or numbers where there are few of them."""
-    exponents = range(math.ceil(low), math.floor(high) + 1)
-    if len(exponents) > 2:
-        every = -(-len(exponents) // _MOST_TICKS)
-        shown = [exponent for exponent in exponents if exponent % every == 0]
-        return [float(exponent) for exponent in shown], [f"$10^{{{x}}}$" for x in shown]
-    values = [m * 10.0**x for x in range(math.floor(low), math.ceil(high)) for m in (1, 2, 5)]
-    inside = [value for value in values if low <= math.log10(value) <= high]
-    if len(inside) < 2:
-        inside = [float(f"{10 ** (low + part * (high - low)):.3g}") for part in (0.2, 0.8)]
-    return [math.log10(value) for value in inside], [f"{value:g}" for value in inside]
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda exponent, _: f"{10**exponent:.2g}")

@@ -62,9 +62,4 @@ def ks_table(sets: Sequence[GradientSet]) -> ReportTable | None:
         for gradients in sets
         for test in ks_tests(gradients.rows)
     ]
-    caption = (
-        "Two-sided two-sample Kolmogorov-Smirnov tests between gradient estimators, pooled over "
-        "targets, seeds and steps as in the paper. Rows of one run are not independent, so small "
-        "p-values are smaller than they should be."
-    )
-    return ReportTable.of("ks_tests", "Tests between estimators", caption, lines) if lines else None
+    return ReportTable.of("ks_tests", lines) if lines else None

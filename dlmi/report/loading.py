@@ -145,9 +145,10 @@ class ReportData:
         return list(dict.fromkeys(label for group in self.groups for label in group.labels))
 
     @property
-    def restrictions(self) -> str:
-        """What all prompts were held to, so that labels need not say it; mostly nothing."""
-        return settings_text(shared_restrictions(self.rows))
+    def held_to(self) -> str:
+        """What restricts all prompts, as a sentence, so that labels need not say it."""
+        found = settings_text(shared_restrictions(self.rows))
+        return f" All prompts were held to {found}." if found else ""
 
     def titled(self) -> list[tuple[str, Group]]:
         """Each group with its LM and whatever else tells it from others of that LM.

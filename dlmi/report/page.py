@@ -4,12 +4,9 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from dlmi.report.blocks import Figure, ReportTable, format_cell
+from dlmi.report.blocks import ASSETS, Figure, ReportTable, format_cell, render
 from dlmi.report.estimates import Summary, mean_of, summarise
 from dlmi.report.loading import Group, ReportData, Series
 from dlmi.report.page_data import page_data, script_json
@@ -39,21 +36,12 @@ def write_page(
         tables: The same.
         reload_seconds: How often the page is to load itself again, if at all.
     """
-    assets = files("dlmi.report") / "assets"
-    style = (assets / "page.css").read_text(encoding="utf-8")
-    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    environment = Environment(
-        loader=PackageLoader("dlmi.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"visible": visible, "cell": format_cell, "data_url": _data_url}
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     now = datetime.now(UTC)
-    html = environment.get_template(
-        "page.html.j2"
-    ).render(
+    html = render(
+        "page.html.j2",
+        {"visible": visible, "cell": format_cell, "data_url": _data_url},
         policy=(  # only this style and this script, and pictures that are part of the page
             f"default-src 'none'; img-src data:; style-src '{_source_hash(style)}'; "
             f"script-src '{_source_hash(script)}'; base-uri 'none'; form-action 'none'"
@@ -63,7 +51,7 @@ def write_page(
         script=script,
         data=script_json(page_data(data)),
         facts=_facts(data),
-        restrictions=data.restrictions,
+        held_to=data.held_to,
         groups=[(title, group, _cards(group)) for title, group in data.titled()],
         notes=data.notes[:SHOWN_NOTES],
         notes_left_out=max(0, len(data.notes) - SHOWN_NOTES),

@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import as_file
 from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.font_manager import FontProperties, get_font
 from matplotlib.font_manager import findfont as find_font
 
+from dlmi.report.blocks import ASSETS
 from dlmi.text import visible
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#4D4D4D")
@@ -29,30 +31,9 @@ _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 
 _WIDTH = 6.8  # inches: a text block
-_TITLE_POINTS, _POINTS = 8.5, 7.5
+# As in assets/report.mplstyle.
+_FONT, _TITLE_POINTS, _POINTS = "DejaVu Sans", 8.5, 7.5
 _LONGEST_TEXT = 160
-_SETTINGS: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8,
-    "axes.titlesize": _TITLE_POINTS,
-    "figure.titlesize": _TITLE_POINTS,
-    "axes.labelsize": 8,
-    "xtick.labelsize": _POINTS,
-    "ytick.labelsize": _POINTS,
-    "legend.fontsize": _POINTS,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#D9D9D9",
-    "grid.linewidth": 0.5,
-    "hatch.linewidth": 0.5,
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4.5,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "path",
-}
 
 
 @dataclass(frozen=True)
@@ -62,16 +43,6 @@ class Style:
     colour: str
     bar: dict[str, Any]
     line: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure that is not written yet; `name` is that of its files, without suffix."""
-
-    name: str
-    title: str
-    caption: str
-    canvas: Canvas
 
 
 @dataclass(frozen=True)
@@ -110,8 +81,8 @@ def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
     Args:
         svg_salt: Makes the ids within an SVG file, which would be random without one.
     """
-    settings: dict[Any, Any] = {**_SETTINGS, "svg.hashsalt": svg_salt}
-    with rc_context(settings):
+    with as_file(ASSETS / "report.mplstyle") as sheet, rc_context(fname=sheet):
+        rcParams["svg.hashsalt"] = svg_salt
         yield
 
 
@@ -179,16 +150,6 @@ def panel_grid(
     return canvas
 
 
-def numbered(name: str, title: str, caption: str, pages: Sequence[Canvas]) -> list[Drawing]:
-    """The pages of a figure; from the second on they say which one they are."""
-    return [
-        Drawing(name, title, caption, page)
-        if number == 1
-        else Drawing(f"{name}_{number}", f"{title}, part {number}", caption, page)
-        for number, page in enumerate(pages, start=1)
-    ]
-
-
 def safe_text(text: str, inches: float = _WIDTH, points: float = _POINTS) -> str:
     """Text that a figure can show: no markup, no character that the font lacks, wrapped.
 
@@ -197,7 +158,7 @@ def safe_text(text: str, inches: float = _WIDTH, points: float = _POINTS) -> str
         inches: What a line may take.
         points: Size of the font.
     """
-    known = get_font(find_font(FontProperties(family=_SETTINGS["font.family"]))).get_charmap()
+    known = get_font(find_font(FontProperties(family=_FONT))).get_charmap()
     shown = "".join(c if ord(c) in known else "?" for c in visible(text))
     if len(shown) > _LONGEST_TEXT:
         shown = f"{shown[: _LONGEST_TEXT // 2]}…{shown[1 - _LONGEST_TEXT // 2 :]}"

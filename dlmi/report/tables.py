@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from dlmi.metrics import lcs_members
-from dlmi.report.blocks import Cell, ModelText, ReportTable
+from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts
 from dlmi.report.estimates import (
     Estimate,
     Measure,
@@ -22,8 +22,6 @@ from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
 _METHODS_PER_TABLE = 6
 _SHOWN_PROMPTS = 60
-
-_ERRORS = "Means over targets, seeds averaged first; s.e.: standard error over targets."
 
 
 def group_table(data: ReportData) -> ReportTable:
@@ -48,10 +46,7 @@ def group_table(data: ReportData) -> ReportTable:
             "made in several ways": group.mixed or None,
         }
         lines.append(line)
-    caption = "Each line is shown apart in everything that follows."
-    if data.restrictions:
-        caption += f" All prompts were held to {data.restrictions}."
-    return ReportTable.of("groups", "What was measured", caption, lines)
+    return ReportTable.of("groups", lines, held=data.held_to)
 
 
 def summary_table(data: ReportData) -> ReportTable:
@@ -75,14 +70,7 @@ def summary_table(data: ReportData) -> ReportTable:
                 "token passes": None if passes is None else round(passes),
             }
             lines.append(line)
-    caption = (
-        f"{_ERRORS} Exact, honest LCS and cross-entropy (teacher-forced, per token) are of the "
-        "best discrete prompt within the budget under a free greedy decode. The as-in-code LCS is "
-        "of the relaxed prompt under the training decode at the last evaluation, as the DLMI "
-        "authors' code logs it; it is no prompt that could be typed. Seconds are spent in a slot, "
-        "beside its batch mates."
-    )
-    return ReportTable.of("summary", "Results by method", caption, lines)
+    return ReportTable.of("summary", lines)
 
 
 def lcs_matrix_table(data: ReportData) -> ReportTable:
@@ -106,15 +94,7 @@ def lcs_matrix_table(data: ReportData) -> ReportTable:
                 lines += _matrix_line(place, form_name(form), estimates)
             rate = mean_over_targets(everyone, lambda row: row.rank_one_rate)
             lines += _matrix_line(place, "rank-1 rate after BoS", [None, rate])
-    caption = (
-        f"LCS by form of the prompt and by decode. {_ERRORS} Best so far under the free greedy "
-        "decode is the honest LCS at the last budget; all other forms are of the last step. "
-        "A Gumbel sample under teacher forcing is what the DLMI authors' code logs for "
-        "DLMI. Floors are over all rows of that N; the rank-1 rate is the share of target tokens "
-        "that the LM puts first given BoS and the true tokens before: what teacher forcing gets "
-        "right without any prompt."
-    )
-    return ReportTable.of("lcs_matrix", "LCS by prompt and decode", caption, lines)
+    return ReportTable.of("lcs_matrix", lines)
 
 
 def _cell(form: str, decode: str) -> Measure:
@@ -156,12 +136,7 @@ def overlap_table(data: ReportData) -> ReportTable:
             "perplexity (median)": statistics.median(known) if known else None,
         }
         lines.append(line)
-    caption = (
-        f"Of the best prompts. {_ERRORS} Overlap: share of prompt positions that hold a "
-        "token of the target; target hit: share of the target's distinct tokens that occur in the "
-        "prompt; perplexity: of the prompt under the LM, from its second token on."
-    )
-    return ReportTable.of("overlap", "Overlap and perplexity", caption, lines)
+    return ReportTable.of("overlap", lines)
 
 
 def round_trip_table(data: ReportData) -> ReportTable:
@@ -183,12 +158,7 @@ def round_trip_table(data: ReportData) -> ReportTable:
             "s.e. from text": _error(after),
         }
         lines.append(line)
-    caption = (
-        f"Share of the best prompts whose text encodes to the same tokens again, and the honest "
-        f"LCS before and after going through text. {_ERRORS} A prompt that was found only beyond "
-        "the last budget counts with the LCS before it, less what it loses in text."
-    )
-    return ReportTable.of("round_trip", "Round trip through text", caption, lines)
+    return ReportTable.of("round_trip", lines)
 
 
 def _pasted_lcs(honest: Measure, row: Inversion) -> float:
@@ -229,15 +199,9 @@ def prompt_table(data: ReportData) -> ReportTable:
                 "seed": row.seed,
             }
             lines.append(line)
-    caption = (
-        "What was found by the method with the highest mean honest LCS of each LM and N: for each "
-        "target the seed with the highest LCS, so this is a selection and no average. The output "
-        "is the greedy decode of the prompt; its differences from the target (what is outside "
-        "their longest common subsequence) are marked. ⏎ is a newline, ⇥ a tab, ␣ a space."
-    )
-    if left_out := sum(len(rows) for *_, rows in places) - len(lines):
-        caption += f" {left_out} further targets are left out, evenly over the difficulties."
-    return ReportTable.of("prompts", "Prompts and outputs", caption, lines)
+    count = sum(len(rows) for *_, rows in places) - len(lines)
+    left_out = f" {count} further targets are left out, evenly over the difficulties."
+    return ReportTable.of("prompts", lines, left_out=left_out if count else "")
 
 
 def _best_rows(group: Group, length: int) -> tuple[Series, list[Inversion]]:
@@ -268,11 +232,8 @@ def settings_tables(data: ReportData) -> list[ReportTable]:
         methods = [_joined({row.method for row in rows[label]}) for label in part]
         lines: list[tuple[Cell, ...]] = [("method", *methods)]
         lines += [(name, *(_setting(rows[label], name) for label in part)) for name in names]
-        suffix, of = ("", "") if len(parts) == 1 else (f"_{number}", f", part {number}")
-        caption = "Every argument of each method; several values where its runs differ."
-        title = f"Settings of the methods{of}"
-        columns = ("setting", *part)
-        tables.append(ReportTable(f"settings{suffix}", title, caption, columns, tuple(lines)))
+        texts = block_texts("settings", part=number)
+        tables.append(ReportTable(*texts, ("setting", *part), tuple(lines)))
     return tables
 
 

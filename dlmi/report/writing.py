@@ -1,15 +1,16 @@
 """Everything of a report but its page, on disk: pictures, tables, and the text that ties them."""
 
 import csv
+import dataclasses
 import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlmi.report.blocks import Cell, Figure, ModelText, ReportTable, format_cell
+from dlmi.report.blocks import Cell, Figure, ModelText, ReportTable, format_cell, render
 from dlmi.report.latex import latex_table
 from dlmi.report.loading import ReportData
-from dlmi.report.styles import Drawing, house_style
+from dlmi.report.styles import house_style
 from dlmi.text import escape_markdown, visible
 from dlmi.version import __version__
 
@@ -19,25 +20,24 @@ _DOTS_PER_INCH = 200
 # address follows are what they are.
 _MARKUP = re.compile(r"[\\`*{}<>|~$&#!]|(?<!\w)_|_(?!\w)|\](?=\s*[(\[:])")
 
-# What a spreadsheet would take for a formula.
-_FORMULA = ("=", "+", "-", "@")
+# What a spreadsheet would take for a formula, unless it is a number.
+_FORMULA = re.compile(r"[=@]|[+-](?!\d+(\.\d+)?(e[+-]?\d+)?$)")
 
 
-def write_figures(folder: Path, drawings: Sequence[Drawing]) -> list[Figure]:
+def write_figures(folder: Path, drawings: Sequence[Figure]) -> list[Figure]:
     """Each drawing as PNG, PDF and SVG, undated: the same data give the same files."""
     folder.mkdir(exist_ok=True)
     figures = []
     for drawing in drawings:
+        file = folder / drawing.name
         with house_style(svg_salt=drawing.name):
             picture = io.StringIO()
-            drawing.canvas.savefig(folder / f"{drawing.name}.png", dpi=_DOTS_PER_INCH)
+            drawing.canvas.savefig(f"{file}.png", dpi=_DOTS_PER_INCH)
             drawing.canvas.set_layout_engine("none")  # everything has its place by now
             drawing.canvas.savefig(picture, format="svg", metadata={"Date": None})
-            dateless = {"CreationDate": None}
-            drawing.canvas.savefig(folder / f"{drawing.name}.pdf", metadata=dateless)
-        svg = picture.getvalue()
-        (folder / f"{drawing.name}.svg").write_text(svg, encoding="utf-8", newline="\n")
-        figures.append(Figure(drawing.name, drawing.title, drawing.caption, svg))
+            drawing.canvas.savefig(f"{file}.pdf", metadata={"CreationDate": None})
+        _write(Path(f"{file}.svg"), picture.getvalue())
+        figures.append(dataclasses.replace(drawing, svg=picture.getvalue()))
     return figures
 
 
@@ -45,7 +45,9 @@ def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
     """Each table as Markdown, CSV and LaTeX."""
     folder.mkdir(exist_ok=True)
     for table in tables:
-        texts = {"md": markdown_file(table), "csv": csv_table(table), "tex": latex_table(table)}
+        title, caption = markdown_text(table.title), markdown_text(table.caption)
+        markdown = f"# {title}\n\n{caption}\n\n{markdown_table(table)}\n"
+        texts = {"md": markdown, "csv": csv_table(table), "tex": latex_table(table)}
         for suffix, text in texts.items():
             _write(folder / f"{table.name}.{suffix}", text)
 
@@ -54,37 +56,9 @@ def write_text(
     path: Path, data: ReportData, figures: Sequence[Figure], tables: Sequence[ReportTable]
 ) -> None:
     """`report.md`: what was measured, what was wrong, then every figure and table."""
-    lines = [
-        "# Report",
-        "",
-        f"{len(data.rows)} results of {len(data.groups)} set{'s' * (len(data.groups) != 1)} of LM "
-        f"and targets, written by dlmi {__version__}. Rows of different LMs, dtypes or target "
-        "sets are never averaged together.",
-        "",
-        "## Notes",
-        "",
-        *([f"- {markdown_text(note)}" for note in data.notes] or ["Every line could be read."]),
-        "",
-        "## Figures",
-        "",
-    ]
-    for figure in figures:
-        links = " ".join(f"[{kind}](figures/{figure.name}.{kind})" for kind in ("pdf", "svg"))
-        lines += [f"### {markdown_text(figure.title)}", ""]
-        lines += [f"![{markdown_text(figure.title)}](figures/{figure.name}.png)", ""]
-        lines += [f"{markdown_text(figure.caption)} ({links})", ""]
-    lines += ["## Tables", ""]
-    for table in tables:
-        links = " ".join(f"[{kind}](tables/{table.name}.{kind})" for kind in ("csv", "tex"))
-        lines += [f"### {markdown_text(table.title)}", ""]
-        lines += [f"{markdown_text(table.caption)} ({links})", "", markdown_table(table), ""]
-    _write(path, "\n".join(lines))
-
-
-def markdown_file(table: ReportTable) -> str:
-    """A table with its title and caption."""
-    title, caption = markdown_text(table.title), markdown_text(table.caption)
-    return f"# {title}\n\n{caption}\n\n{markdown_table(table)}\n"
+    blocks = {"data": data, "figures": figures, "tables": tables, "version": __version__}
+    filters = {"md": markdown_text, "md_table": markdown_table}
+    _write(path, render("report.md.j2", filters, **blocks))
 
 
 def markdown_table(table: ReportTable) -> str:
@@ -118,11 +92,10 @@ def markdown_text(text: str) -> str:
 
 
 def csv_table(table: ReportTable) -> str:
-    """Numbers in full, None empty, text on one line each."""
+    """Numbers in full, None empty, text on one line each, formulas quoted."""
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_csv_cell, table.columns))
-    writer.writerows([_csv_cell(cell) for cell in row] for row in table.rows)
+    rows = (map(_csv_cell, row) for row in (table.columns, *table.rows))
+    csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
 
 
@@ -130,15 +103,7 @@ def _csv_cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
     text = visible(value)
-    return f"'{text}" if text.startswith(_FORMULA) and not _reads_as_number(text) else text
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return f"'{text}" if _FORMULA.match(text) else text
 
 
 def _write(path: Path, text: str) -> None:

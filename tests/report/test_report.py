@@ -28,7 +28,7 @@ from dlmi.report.claims.gradient_rules import (
     REINFORCE,
     gradient_views,
 )
-from dlmi.report.claims.table import claim_cases, claims_table
+from dlmi.report.claims.table import claim_cases, claims_table, decide_on
 from dlmi.report.claims.verdicts import CLAIMS, above, below, between, decide
 from dlmi.report.estimates import (
     Estimate,
@@ -478,14 +478,14 @@ def test_text_in_figures_is_safe():
 # Claims
 
 
-def rule_of(number):
-    return next(rule for each, rule in CLAIMS if each.number == number)
+def entry_of(number):
+    return next(entry for entry in CLAIMS if entry[0].number == number)
 
 
 def outcomes(data, number):
     """Verdict and evidence of a claim, on our metric and on the authors'."""
-    [(_, views)] = claim_cases(data)["group"]
-    return [decide(list(rule_of(number)(view))) for view in views]
+    [(_, *metrics)] = claim_cases(data)["group"]
+    return [decide_on(*entry_of(number), views) for views in metrics]
 
 
 @pytest.fixture
@@ -666,7 +666,7 @@ def test_violins_leave_out_what_a_logarithm_does_not_have():
 
 
 def gradient_verdicts(found):
-    view, _ = gradient_views(found)
+    [view], _ = gradient_views(found)
     rules = {each.number: rule for each, rule in CLAIMS if each.kind == "gradients"}
     return {number: decide(list(rule(view)))[0] for number, rule in rules.items()}
 

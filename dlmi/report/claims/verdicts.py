@@ -1,14 +1,14 @@
 """How a claim is decided from a number of findings, each an estimate with its interval."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from dlmi.report.estimates import Estimate
 
 Verdict = Literal["holds", "fails", "not decided", "not tested"]
-# What a rule looks at: rows of one group, those of two LMs, gradient rows, or nothing yet.
+# What a rule looks at: a group at one N and budget, two LMs, gradient rows, or nothing yet.
 Kind = Literal["group", "pair", "gradients", "nothing"]
 
 CONFIDENCE = 0.95
@@ -94,7 +94,7 @@ def decide(findings: Sequence[Finding]) -> tuple[Verdict, str]:
     return verdict, "; ".join([", ".join(counts), *map(str, worst)] if counts else map(str, worst))
 
 
-Rule = Callable[[Any], Iterator[Finding]]
+Rule = Callable[[Any], Iterable[Finding]]
 CLAIMS: "list[tuple[claim, Rule]]" = []
 
 
@@ -108,15 +108,18 @@ class claim:
         needs: What runs must hold for it to be tested.
         metric: What it is decided on.
         kind: What the rule looks at.
+        at: Which of the budgets, 0 for the smallest and -1 for the largest; None for each of them.
         has_two_metrics: Whether the authors' own metric could say something else.
     """
 
     number: str
     text: str
-    needs: str = field(kw_only=True)
-    metric: str = field(default="honest LCS", kw_only=True)
-    kind: Kind = field(default="group", kw_only=True)
-    has_two_metrics: bool = field(default=True, kw_only=True)
+    _: KW_ONLY
+    needs: str
+    metric: str = "honest LCS"
+    kind: Kind = "group"
+    at: int | None = None
+    has_two_metrics: bool = True
 
     def __call__(self, rule: Rule) -> Rule:
         """Enter it."""

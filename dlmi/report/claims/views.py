@@ -11,63 +11,67 @@ from dlmi.report.loading import Budget, Group, Series
 from dlmi.report.names import Role, paper_role
 
 Metric = Callable[[Budget | None], Measure]
+# Numbers with their names.
+Named = Iterator[tuple[str, Estimate]]
 
 
 @dataclass(frozen=True)
 class MetricView:
-    """Series of one group with the same restrictions on prompts, through one metric.
+    """One N at one budget of a group, through one metric.
 
     Attributes:
-        group: Where they are from.
-        series: Those that may be compared.
+        group: Where the rows are from.
+        everyone: The series of any N that may be compared: their prompts are restricted alike.
+        length: N.
+        budget: The budget.
         lcs: The metric, by budget.
         current_lcs: The same of the prompt of the moment, not of the best so far.
     """
 
     group: Group
-    series: Sequence[Series]
+    everyone: Sequence[Series]
+    length: int
+    budget: Budget
     lcs: Metric
     current_lcs: Metric
 
     @property
-    def lengths(self) -> list[int]:
-        """All N, ascending."""
-        return sorted({series.prompt_length for series in self.series})
+    def place(self) -> str:
+        """N and budget in words."""
+        return f"N={self.length}, {self.budget}"
 
-    def settings(self) -> Iterator[tuple[int, Budget]]:
-        """Every N at every budget."""
-        return ((length, budget) for length in self.lengths for budget in self.group.budgets)
+    @property
+    def series(self) -> list[Series]:
+        """Those of this N."""
+        return [series for series in self.everyone if series.prompt_length == self.length]
 
-    def find_all(self, role: Role, length: int) -> list[Series]:
-        """Every series that is this method of the paper."""
-        return [s for s in self.series if s.prompt_length == length and role_of(s) == role]
+    @property
+    def others(self) -> list[Series]:
+        """Those that are no kind of DLMI."""
+        return [series for series in self.series if series.rows[0].method != "DLMI"]
 
-    def find(self, role: Role, length: int, tau: float | None = None) -> list[Series]:
-        """The one of them with tau0 = 100, or else with the most rows, if there is any."""
-        found = [s for s in self.find_all(role, length) if tau is None or tau_of(s) == tau]
+    def find_all(self, *roles: Role) -> list[Series]:
+        """Every series that is one of these methods of the paper."""
+        return [series for series in self.series if role_of(series) in roles]
+
+    def find(self, role: Role, tau: float | None = None) -> list[Series]:
+        """The one with tau0 = 100, or else with the most rows, if there is any."""
+        found = [s for s in self.find_all(role) if tau is None or tau_of(s) == tau]
         return sorted(found, key=lambda s: (tau_of(s) != 100, -len(s.rows)))[:1]
 
-    def others(self, length: int) -> list[Series]:
-        """Every series that is no kind of DLMI."""
-        mine = [series for series in self.series if series.prompt_length == length]
-        return [series for series in mine if series.rows[0].method != "DLMI"]
+    def means(self, role: Role) -> Named:
+        """The mean of a method of the paper."""
+        for series in self.find(role):
+            if found := mean_over_targets(series.rows, self.lcs(self.budget)):
+                yield f"{series.label} at {self.place}", found
 
-    def means(self, role: Role, length: int, budget: Budget) -> Iterator[tuple[str, Estimate]]:
-        """The mean of a method of the paper, with its name."""
-        for series in self.find(role, length):
-            if found := mean_over_targets(series.rows, self.lcs(budget)):
-                yield f"{series.label} at {place(length, budget)}", found
-
-    def gaps(
-        self, firsts: Sequence[Series], seconds: Sequence[Series], budget: Budget
-    ) -> Iterator[tuple[str, Estimate]]:
-        """Each first minus each second, paired by target and seed, with its name."""
+    def gaps(self, firsts: Sequence[Series], seconds: Sequence[Series]) -> Named:
+        """Each first minus each second, paired by target and seed."""
         for one in firsts:
             for other in seconds:
-                gaps = differences(one.rows, other.rows, self.lcs(budget)).values()
+                gaps = differences(one.rows, other.rows, self.lcs(self.budget)).values()
                 if one is not other and (found := estimate(gaps)):
-                    name = f"{one.label} - {other.label} at {place(one.prompt_length, budget)}"
-                    yield name, found
+                    yield f"{one.label} - {other.label} at {self.place}", found
 
 
 def role_of(series: Series) -> Role | None:
@@ -80,8 +84,3 @@ def tau_of(series: Series) -> float | None:
     settings = series.rows[0].settings
     value = settings.get("tau0", settings.get("tau"))
     return float(value) if isinstance(value, int | float) else None
-
-
-def place(length: int, budget: Budget) -> str:
-    """N and budget in words."""
-    return f"N={length}, {budget}"
