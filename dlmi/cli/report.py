@@ -1,5 +1,6 @@
 """`python -m dlmi report RUNS... --out DIR`: figures, tables and one page from result files."""
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -113,21 +114,31 @@ def write_report(
 
 def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int] | None) -> None:
     """Write the report whenever its files have grown, and once more at the end."""
-    seen: dict[Path, int] = {}
+    seen = None
     try:
         while True:
             started = time.monotonic()
-            files = [f for run in runs for f in ([run] if run.is_file() else run.rglob("*.jsonl"))]
-            sizes = {file: file.stat().st_size for file in files}
-            if sizes != seen:
-                write_report(runs, out, steps, reload_seconds=_LOOK_SECONDS)
-                print(f"{time.strftime('%H:%M:%S')} {out / PAGE}", flush=True)
+            if (sizes := _sizes(runs)) != seen:
                 seen = sizes
+                try:
+                    write_report(runs, out, steps, reload_seconds=_LOOK_SECONDS)
+                    print(f"{time.strftime('%H:%M:%S')} {out / PAGE}", flush=True)
+                except InputError as error:  # no rows yet
+                    print(f"waiting for rows: {error}", flush=True)
             # The runs need the processor more than this does.
             time.sleep(max(_LOOK_SECONDS, 5 * (time.monotonic() - started)))
     except KeyboardInterrupt:
-        if seen:
-            write_report(runs, out, steps)
+        write_report(runs, out, steps)
+
+
+def _sizes(runs: Sequence[Path]) -> dict[Path, int]:
+    """How large the files of rows are; ranks merge theirs, so one may vanish at any time."""
+    sizes = {}
+    for run in runs:
+        for file in [run] if run.is_file() else run.rglob("*.jsonl"):
+            with contextlib.suppress(OSError):
+                sizes[file] = file.stat().st_size
+    return sizes
 
 
 def check_new_folder(out: Path) -> None:

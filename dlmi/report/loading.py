@@ -261,14 +261,14 @@ def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> ReportDat
 
 
 def result_files(path: Path, name: str) -> list[Path]:
-    """Files of this name, of any rank, at or below a path; any other file counts as results."""
+    """Files of this name, of any worker, at or below a path; other files count as results."""
     if path.is_file():
         kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
         return [path] if kind == name else []
     # What is no plain file (a pipe, a loop of links) would be waited for without end.
-    of_ranks = name.replace(".", ".rank*.")  # not merged yet: the run goes on, or was killed
-    found = [*path.rglob(name), *path.rglob(of_ranks)]
-    return sorted(file for file in found if file.is_file())
+    # Files of workers (once: ranks) are not merged yet if a run goes on, or was killed.
+    patterns = [name, name.replace(".", ".worker*."), name.replace(".", ".rank*.")]
+    return sorted(file for like in patterns for file in path.rglob(like) if file.is_file())
 
 
 def _read_results(file: Path) -> tuple[list[tuple[Inversion, ...]], list[str]]:

@@ -180,8 +180,10 @@ def test_data_holds_every_row_once(tmp_path, row):
         assert pairs == [
             list(pair) for pair in zip(expected.output_ids, expected.output_tokens, strict=True)
         ]
-        assert columns["promptText"][i] == expected.prompt_text
-        assert columns["trace"][i][0] == [point.step for point in expected.trace]
+        prompt = [data["vocabulary"][token][1] for token in columns["prompt"][i]]
+        assert (columns["promptText"][i] or "".join(prompt)) == expected.prompt_text
+        steps = data["steps"][columns["trace"][i][0]]
+        assert steps == [point.step for point in expected.trace]
 
 
 def test_hostile_texts_survive_in_the_data(tmp_path, row):
@@ -200,6 +202,9 @@ def test_thinned_trace_keeps_ends_and_every_new_best():
     assert steps == sorted(set(steps))
     assert {0, 999, *best_at} <= set(steps)
     assert thin_trace(trace[:9]) == trace[:9]
+    rising = [dataclasses.replace(point, lcs=i / 999) for i, point in enumerate(trace)]
+    steps = [point.step for point in thin_trace(rising)]
+    assert (len(steps), steps[0], steps[-1]) == (TRACE_POINTS, 0, 999)
 
 
 def test_summary_sets_the_two_measures_apart(tmp_path, row):
@@ -437,6 +442,9 @@ def test_ten_thousand_rows(browser, tmp_path, row):
     path = tmp_path / "page.html"
     write_page(path, loaded(Series("near", 5, tuple(rows)), far), [], [])
     browser.open(path)
+    opened = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+    assert browser.evaluate(f"new Promise((done) => setTimeout(() => done({opened})))") < 2000
+    assert path.stat().st_size < 10e6
     assert text_of(browser, "#count") == "1 to 100 of 10,000 results"
     timed = (
         "(() => {const start = performance.now(); %s; document.body.offsetHeight;"

@@ -45,10 +45,12 @@ from dlmi.report.gradient_sets import GradientSet, gradient_sets, ks_table
 from dlmi.report.latex import escape_latex, latex_table
 from dlmi.report.loading import Budget, best_point, last_point, load
 from dlmi.report.names import paper_name, paper_role
+from dlmi.report.page import write_page
 from dlmi.report.styles import house_style, safe_text
 from dlmi.report.tables import (
     lcs_matrix_table,
     prompt_table,
+    round_trip_table,
     settings_tables,
     summary_table,
 )
@@ -365,7 +367,50 @@ def test_one_name_for_two_settings_is_told_apart(make_row, write_run, tmp_path):
     assert load([tmp_path / "runs"]).groups[0].labels == ["mine lr=0.1", "mine lr=0.3"]
 
 
+def test_runs_made_in_other_ways_are_one_method_and_say_so(make_row, write_run, tmp_path):
+    """But where both have done the same target, they are told apart by what differs."""
+    older = {"versions": {"dlmi": "0.1.0", "torch": "2.6"}, "model": "elsewhere/lm"}
+    newer = {"versions": {"dlmi": "0.2.0", "torch": "2.6"}, "settings": {"added_later": 3}}
+    write_run("old", [make_row(0.2, target="t0", **older)], label="m")
+    write_run("new", [make_row(0.4, target="t1", **newer)], label="m")
+    [group] = load([tmp_path / "runs"]).groups
+    assert group.labels == ["m"]
+    assert "dlmi: 0.1.0 / 0.2.0" in group.mixed
+    assert "LM: " in group.mixed
+    assert "torch" not in group.mixed
+    write_run("again", [make_row(0.4, target="t0", **newer)], label="m")
+    [group] = load([tmp_path / "runs"]).groups
+    assert group.labels == ["m added_later=3 dlmi=0.2.0", "m added_later=None dlmi=0.1.0"]
+    assert len(group.rows) == 3
+
+
+def test_passes_of_another_dtype_stand_beside_each_other(make_row, write_run, tmp_path):
+    for precision in (None, "bf16-mixed"):
+        write_run(str(precision), [make_row(0.2, settings={"precision": precision})], label="m")
+    [group] = load([tmp_path / "runs"]).groups
+    assert group.labels == ["m precision=None", "m precision=bf16-mixed"]
+    assert "passes: bf16-mixed / float64" in group.mixed
+
+
 # Tables
+
+
+def test_a_number_is_the_same_wherever_it_stands(make_row, write_run, tmp_path):
+    """Cards, tables, figures and claims read rows at the last budget, not at the end of a run."""
+    rows = [make_row(0.0, 0.2 + i / 10, 0.9, target=f"t{i}") for i in range(3)]
+    write_run("a", rows, label="m", budgets=[5, 10])
+    data = load([tmp_path / "runs"])
+    table = summary_table(data)
+    expected = table.rows[-1][table.columns.index("honest LCS")]
+    assert expected == pytest.approx(0.3)
+    assert lcs_matrix_table(data).rows[0][4] == expected
+    assert round_trip_table(data).rows[0][6] == expected
+    [bars], [curves] = draw_bars(data), draw_anytime(data, "step")
+    assert bars.canvas.axes[-1].patches[0].get_height() == expected
+    assert curves.canvas.axes[0].lines[0].get_ydata()[-1] == pytest.approx(expected)
+    write_page(tmp_path / "page.html", data, [], [])
+    assert "mean honest LCS</span> <b>0.300</b>" in (tmp_path / "page.html").read_text()
+    assert any("3 of 3 rows found their prompt only beyond 10 steps" in n for n in data.notes)
 
 
 def test_summary_reads_traces_at_each_budget(two_methods):
@@ -549,6 +594,33 @@ def test_dlmi_must_beat_every_other_method(make_row, write_run, tmp_path):
     assert verdict == "fails"
     assert "GCG" in evidence
     assert "1 of 2 hold, 1 fail" in evidence
+
+
+def test_restricted_prompts_are_judged_among_themselves(make_row, write_run, tmp_path):
+    """What restricts all of them is named once, and not in every label."""
+    barred = {"forbid_target_tokens": "words"}
+    for method, level in (("DLMI", 0.6), ("GCG", 0.2)):
+        rows = [
+            make_row(0.0, level + 0.01 * i, target=f"t{i}", method=method, settings=barred)
+            for i in range(4)
+        ]
+        write_run(method, rows, label=method)
+    data = load([tmp_path / "runs"])
+    assert data.groups[0].labels == ["DLMI", "GCG"]
+    assert "forbid_target_tokens=words" in draw_bars(data)[0].caption
+    [line] = [row for row in claims_table(data).rows if row[0] == "1a"]
+    assert line[3] == "holds"
+    assert line[2].endswith(", forbid_target_tokens=words")
+    write_run("free", [make_row(0.9, target="t0", method="GCG")], label="free")
+    [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
+    assert "free" not in line[5]
+
+
+def test_a_claim_says_which_runs_are_not_what_it_needs(make_row, write_run, tmp_path):
+    write_run("a", [make_row(0.1, settings={"temperature": "shared"})])
+    write_run("b", [make_row(0.1, method="GCG")])
+    [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
+    assert line[5] == "needs DLMI and another method; not as in the paper: DLMI(1, shared)"
 
 
 def test_anytime_is_tested_on_the_prompt_of_the_moment(make_row, write_run, tmp_path):
@@ -787,6 +859,33 @@ def test_the_command_writes_everything(
     assert run("report", tmp_path / "runs", "--out", out) == 2
     assert "not empty" in capsys.readouterr().err
     assert sorted(out.rglob("*")) == before
+
+
+def test_watching_a_run(make_row, write_run, tmp_path, monkeypatch, capsys):
+    """It waits for the first row, writes again for each new one, and ends with a page at rest."""
+    folder, out = tmp_path / "runs" / "a", tmp_path / "out"
+    refresh = '<meta http-equiv="refresh"'
+    seen = []
+
+    def sleep(seconds):
+        assert seconds >= 10
+        page = out / "report.html"
+        seen.append(page.read_text().count(refresh) if page.exists() else None)
+        if len(seen) == 1:
+            write_run("a", [make_row(0.1)])
+        elif len(seen) == 2:
+            with (folder / "results.jsonl").open("a") as file:
+                file.write(make_row(0.3, target="t1").to_json_line())
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dlmi.cli.report.time.sleep", sleep)
+    assert run("report", tmp_path / "runs", "--out", out, "--watch") == 0
+    assert seen == [None, 1, 1]
+    assert "waiting for rows" in capsys.readouterr().out
+    page = (out / "report.html").read_text()
+    assert refresh not in page
+    assert "<dt>results</dt><dd>2</dd>" in page
 
 
 def test_gradient_files_are_enough(tmp_path):

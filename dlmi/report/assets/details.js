@@ -9,7 +9,7 @@ function detailRow(i) {
 function details(i) {
   const said = make('div', 'said-side', [
     section('Target', chips(target(i).tokens), asText(target(i).text, target(i).tokens)),
-    section('Prompt', promptChips(i), asText(columns.promptText[i], columns.prompt[i]), copyButton(i)),
+    section('Prompt', promptChips(i), asText(promptText(i), columns.prompt[i]), copyButton(i)),
     section('Output', chips(outputTokens(i), (position) => isMember(i, position)),
       asText(outputText(i), outputTokens(i))),
     section('LCS by form of the prompt and decode', matrix(i)),
@@ -75,10 +75,10 @@ function copyButton(i) {
   const status = make('output', 'fine');
   const copy = button('Copy prompt', async () => {
     try {
-      await navigator.clipboard.writeText(columns.promptText[i]);
+      await navigator.clipboard.writeText(promptText(i));
       status.textContent = 'copied';
     } catch {
-      copyBySelection(columns.promptText[i], status); // pages opened as files may have no clipboard
+      copyBySelection(promptText(i), status); // pages opened as files may have no clipboard
     }
   }, 'quiet');
   return make('p', 'copy', [copy, status]);
@@ -136,7 +136,8 @@ function matrix(i) {
 // ---- Charts
 
 function charts(i) {
-  const [steps, lcs, losses] = columns.trace[i];
+  const [place, lcs, losses] = columns.trace[i];
+  const steps = data.steps[place];
   let best = 0;
   const bestSoFar = lcs.map((value) => (best = Math.max(best, value ?? 0)));
   const evaluations = columns.evaluations[i];

@@ -11,7 +11,7 @@ const DASH = '–';
 
 const NAMED = { '\n': '⏎', '\t': '⇥', '\r': '␍' };
 
-/** Control, format and bidi characters spelled out, as `dlmi.display.visible` does. */
+/** Control, format and bidi characters spelled out, as `dlmi.text.visible` does. */
 function visible(text) {
   if (/^[ -~]*$/.test(text)) return text; // most are plain, and this is much faster
   return text.replace(/[\p{C}\p{Z}]/gu, (character) => {
@@ -71,7 +71,10 @@ const target = (i) => data.targets[columns.target[i]];
 const promptLength = (i) => columns.prompt[i].length;
 const tokenPasses = (i) => columns.forward[i] + columns.backward[i];
 const outputTokens = (i) => columns.output[i] ?? target(i).tokens;
-const outputText = (i) => columns.outputText[i] ?? target(i).text;
+const joined = (tokens) => tokens.map((token) => data.vocabulary[token][1]).join('');
+const promptText = (i) => columns.promptText[i] ?? joined(columns.prompt[i]);
+const outputText = (i) =>
+  (columns.output[i] ? columns.outputText[i] ?? joined(columns.output[i]) : target(i).text);
 const isMember = (i, position) => columns.members[i] === '' || columns.members[i][position] === '1';
 
 const column = (name) => (i) => columns[name][i];

@@ -84,7 +84,7 @@ function setView(change) {
 
 const haystacks = [];
 function haystack(i) {
-  haystacks[i] ??= [target(i).id, target(i).text, columns.promptText[i], outputText(i)]
+  haystacks[i] ??= [target(i).id, target(i).text, promptText(i), outputText(i)]
     .join('\n').toLowerCase();
   return haystacks[i];
 }
