@@ -78,7 +78,7 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 def mean_of(found: Estimate | None) -> float | None:
     """Its mean, if there is one."""
-    return None if found is None else found.mean
+    return found and found.mean
 
 
 def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate | None:
@@ -127,26 +127,14 @@ def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimat
 
 @dataclass(frozen=True)
 class Summary:
-    """What a series came to within a budget: cards and tables show these, and no others.
-
-    Attributes:
-        targets: How many.
-        seeds: How many.
-        exact_rows: Rows with an exact prompt.
-        exact: Their share.
-        lcs: Honest LCS.
-        loss: Teacher-forced cross-entropy of the best discrete prompt, per token.
-        as_in_code: LCS as the authors' code logs it.
-        seconds: Spent in a slot.
-        token_passes: Spent on a target.
-    """
+    """What a series came to within a budget: cards and tables show these, and no others."""
 
     targets: int
     seeds: int
     exact_rows: int
     exact: Estimate | None
     lcs: Estimate | None
-    loss: Estimate | None
+    loss: Estimate | None  # teacher-forced cross-entropy of the best discrete prompt, per token
     as_in_code: Estimate | None
     seconds: Estimate | None
     token_passes: Estimate | None
@@ -155,18 +143,17 @@ class Summary:
 def summarise(series: Series, budget: Budget) -> Summary:
     """The numbers of a series."""
     rows = series.rows
-
-    def is_exact(row: Inversion) -> float:
-        return float(best_point(row, budget).lcs == 1)
-
+    measures: list[Measure] = [
+        lambda row: float(best_point(row, budget).lcs == 1),
+        honest_lcs(budget),
+        lambda row: best_point(row, budget).discrete_loss,
+        as_in_code_lcs(budget),
+        lambda row: last_point(row, budget).seconds,
+        lambda row: last_point(row, budget).token_passes,
+    ]
     return Summary(
-        targets=len({row.target_id for row in rows}),
-        seeds=len({row.seed for row in rows}),
-        exact_rows=round(sum(map(is_exact, rows))),
-        exact=mean_over_targets(rows, is_exact),
-        lcs=mean_over_targets(rows, honest_lcs(budget)),
-        loss=mean_over_targets(rows, lambda row: best_point(row, budget).discrete_loss),
-        as_in_code=mean_over_targets(rows, as_in_code_lcs(budget)),
-        seconds=mean_over_targets(rows, lambda row: last_point(row, budget).seconds),
-        token_passes=mean_over_targets(rows, lambda row: last_point(row, budget).token_passes),
+        len({row.target_id for row in rows}),
+        len({row.seed for row in rows}),
+        sum(best_point(row, budget).lcs == 1 for row in rows),
+        *(mean_over_targets(rows, measure) for measure in measures),
     )

@@ -125,12 +125,11 @@ def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]])
     settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
     always = [{n for n in restrictions(row.settings) if n not in shared} for row in firsts]
     labels = _told_apart(labels, settings, always)
+    everything = dict.fromkeys(name for own in settings for name in own)
     where = [
-        {**own, **row.versions, "device": row.device}
+        {**everything, **own, **row.versions, "device": row.device}
         for own, row in zip(settings, firsts, strict=True)
     ]
-    known = set().union(*where)
-    where = [dict.fromkeys(known, None) | own for own in where]
     done = Counter(
         (label, row.target_set, row.target_id, row.seed, len(row.prompt_ids))
         for label, rows in zip(labels, runs, strict=True)
