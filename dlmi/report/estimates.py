@@ -20,18 +20,11 @@ Measure = Callable[[Inversion], float | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its standard error.
-
-    Attributes:
-        mean: The number.
-        error: Its standard error; None where there are too few targets to tell.
-        freedom: Degrees of freedom of the error.
-        targets: How many targets it is from.
-    """
+    """A number from so many targets, with its standard error."""
 
     mean: float
-    error: float | None
-    freedom: float
+    error: float | None  # None where there are too few targets to tell
+    freedom: float  # degrees of it, of the error
     targets: int
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
@@ -78,7 +71,7 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 def mean_of(found: Estimate | None) -> float | None:
     """Its mean, if there is one."""
-    return found and found.mean
+    return found.mean if found else None
 
 
 def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate | None:

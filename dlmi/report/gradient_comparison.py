@@ -13,25 +13,15 @@ from dlmi.gradient_rows import UNDEFINED, GradientRow, Statistic
 
 @dataclass(frozen=True)
 class KSTest:
-    """A two-sided, two-sample Kolmogorov-Smirnov test of two estimators.
-
-    Attributes:
-        statistic_name: Which column of the rows.
-        first: Label of an estimator.
-        second: Label of another.
-        distance: The largest distance between the two distribution functions, D.
-        p_value: If all rows were independent and equally distributed.
-        adjusted_p_value: The same after Holm's correction over all tests of the table.
-        sizes: Rows of each.
-    """
+    """A two-sided, two-sample Kolmogorov-Smirnov test of two estimators, by their labels."""
 
     statistic_name: str
     first: str
     second: str
-    distance: float
-    p_value: float
-    adjusted_p_value: float
-    sizes: tuple[int, int]
+    distance: float  # the largest one between the two distribution functions, D
+    p_value: float  # if all rows were independent and equally distributed
+    adjusted_p_value: float  # after Holm's correction over all tests of the table
+    sizes: tuple[int, int]  # rows of each
 
 
 def labels_of(rows: Sequence[GradientRow]) -> list[str]:

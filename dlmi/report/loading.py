@@ -25,11 +25,7 @@ from dlmi.report.names import (
 from dlmi.rows import RESULTS_FILE, Inversion, TracePoint
 
 Axis = Literal["step", "token_passes", "seconds"]
-AXIS_UNITS: dict[Axis, str] = {
-    "step": "steps",
-    "token_passes": "token passes",
-    "seconds": "seconds",
-}
+AXIS_UNITS = {"step": "steps", "token_passes": "token passes", "seconds": "seconds"}
 
 # Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
 CELL_FILE = "cell.json"
@@ -55,13 +51,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """One method in one setting: all its rows, over targets and seeds.
-
-    Attributes:
-        label: What figures and tables call it.
-        prompt_length: N.
-        rows: Over targets and seeds.
-    """
+    """One method in one setting and N: all its rows, over targets and seeds."""
 
     label: str
     prompt_length: int
@@ -70,23 +60,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that may be compared: one LM, one dtype, one set of targets.
+    """Rows that may be compared: one LM, one dtype, one set of targets."""
 
-    Attributes:
-        model: Name of the LM; the first, where runs call it differently.
-        fingerprint: Hash of its weights.
-        dtype: Of the LM, and of all measurements.
-        target_set: Hash of the targets.
-        series: By label, then prompt length.
-        budgets: At which traces are read, ascending; the last is what everything is told of.
-    """
-
-    model: str
+    model: str  # its first name, where runs call it differently
     fingerprint: str
     dtype: str
     target_set: str
-    series: tuple[Series, ...]
-    budgets: tuple[Budget, ...]
+    series: tuple[Series, ...]  # by label, then N
+    budgets: tuple[Budget, ...]  # ascending; what has no budget of its own is told of the last
 
     @property
     def rows(self) -> list[Inversion]:
@@ -122,16 +103,10 @@ class Group:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything that was read.
-
-    Attributes:
-        groups: What may be compared, largest first.
-        notes: What was wrong with the files: lines that were left out, and failed cells.
-        gradients: Gradient statistics that lie beside the results.
-    """
+    """Everything that was read, the largest group first."""
 
     groups: tuple[Group, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what was wrong with the files, and what a reader must know of rows
     gradients: tuple[GradientSet, ...] = ()
 
     @property
@@ -179,12 +154,7 @@ class ReportData:
 
 
 def best_point(row: Inversion, budget: Budget | None = None) -> TracePoint:
-    """The best evaluation within a budget; a target that stopped early carries its value forward.
-
-    Args:
-        row: With its trace.
-        budget: None for the whole run.
-    """
+    """The best evaluation within a budget; a target that stopped early carries its value on."""
     return max(points_within(row, budget), key=lambda point: (point.lcs, -point.discrete_loss))
 
 

@@ -61,11 +61,9 @@ def summary_table(data: ReportData) -> ReportTable:
                 "targets": found.targets,
                 "seeds": found.seeds,
                 "exact": mean_of(found.exact),
-                "honest LCS": mean_of(found.lcs),
-                "s.e.": _error(found.lcs),
+                **_pair("honest LCS", "s.e.", found.lcs),
                 "cross-entropy": mean_of(found.loss),
-                "as-in-code LCS": mean_of(found.as_in_code),
-                "s.e. of it": _error(found.as_in_code),
+                **_pair("as-in-code LCS", "s.e. of it", found.as_in_code),
                 "seconds": mean_of(found.seconds),
                 "token passes": None if passes is None else round(passes),
             }
@@ -105,16 +103,9 @@ def _matrix_line(
     place: dict[str, Cell], prompt: str, estimates: Sequence[Estimate | None]
 ) -> list[dict[str, Cell]]:
     """One line, or none where no row has the form."""
-    free, forced = estimates
-    line: dict[str, Cell] = {
-        **place,
-        "prompt": prompt,
-        "free greedy": mean_of(free),
-        "s.e.": _error(free),
-        "teacher-forced": mean_of(forced),
-        "s.e. of it": _error(forced),
-    }
-    return [line] if any(estimates) else []
+    free = _pair("free greedy", "s.e.", estimates[0])
+    forced = _pair("teacher-forced", "s.e. of it", estimates[1])
+    return [{**place, "prompt": prompt, **free, **forced}] if any(estimates) else []
 
 
 def overlap_table(data: ReportData) -> ReportTable:
@@ -128,10 +119,8 @@ def overlap_table(data: ReportData) -> ReportTable:
         known = [row.prompt_perplexity or 0 for row in rows if log_perplexity(row) is not None]
         line: dict[str, Cell] = {
             **_place(title, series),
-            "overlap": mean_of(overlap),
-            "s.e.": _error(overlap),
-            "target hit": mean_of(hits),
-            "s.e. of it": _error(hits),
+            **_pair("overlap", "s.e.", overlap),
+            **_pair("target hit", "s.e. of it", hits),
             "perplexity (geometric mean)": None if logs is None else math.exp(logs.mean),
             "perplexity (median)": statistics.median(known) if known else None,
         }
@@ -150,12 +139,9 @@ def round_trip_table(data: ReportData) -> ReportTable:
         line: dict[str, Cell] = {
             **_place(title, series),
             "prompts": len(series.rows),
-            "encode back": mean_of(shares),
-            "s.e.": _error(shares),
-            "LCS from ids": mean_of(before),
-            "s.e. from ids": _error(before),
-            "LCS from text": mean_of(after),
-            "s.e. from text": _error(after),
+            **_pair("encode back", "s.e.", shares),
+            **_pair("LCS from ids", "s.e. from ids", before),
+            **_pair("LCS from text", "s.e. from text", after),
         }
         lines.append(line)
     return ReportTable.of("round_trip", lines)
@@ -247,8 +233,8 @@ def _place(title: str, series: Series, **more: Cell) -> dict[str, Cell]:
     return {"LM": title, "N": series.prompt_length, **more, "method": series.label}
 
 
-def _error(found: Estimate | None) -> float | None:
-    return None if found is None else found.error
+def _pair(name: str, error_name: str, found: Estimate | None) -> dict[str, Cell]:
+    return {name: mean_of(found), error_name: found.error if found else None}
 
 
 def _joined(values: Iterable[object]) -> str:

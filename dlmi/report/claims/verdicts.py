@@ -20,19 +20,12 @@ _SHOWN_FINDINGS = 2
 
 @dataclass(frozen=True)
 class Finding:
-    """One estimate that a claim says something about.
-
-    Attributes:
-        what: Which number, in words.
-        estimate: The number.
-        wanted: Where the claim puts it: between these two.
-        refuted: Where it refutes the claim: below the first or above the second.
-    """
+    """One estimate that a claim says something about."""
 
     what: str
     estimate: Estimate
-    wanted: tuple[float, float]
-    refuted: tuple[float, float]
+    wanted: tuple[float, float]  # the claim puts it between these two
+    refuted: tuple[float, float]  # below the first or above the second it refutes the claim
 
     @property
     def is_known(self) -> bool:
