@@ -1,12 +1,13 @@
 """Kill a run again and again, resume it each time, and compare with a run that was left alone.
 
 `.venv/bin/python scripts/soak.py` takes some minutes: 500 targets of a tiny LM through 8 slots on
-2 workers, killed every few seconds (all, or one of them, or asked to stop by SIGTERM). It ends
-with exit code 0 if every row is there, once, and equal to the undisturbed one, and if neither the
-memory nor the open files of the undisturbed run grow.
+2 workers, killed every few seconds (all, one before the others, or asked to stop by SIGTERM). It
+ends with exit code 0 if every row is there, once, and equal to the undisturbed one, and if neither
+the memory nor the open files of the undisturbed run grow.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -72,15 +73,17 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def disturb(process: "subprocess.Popen[bytes]", dice: random.Random) -> str:
-    """One of three ways to end a run."""
+    """One of three ways to end a run: all at once, one a little before the others, a request."""
     workers = psutil.Process(process.pid).children()
     way = dice.choice(["all", "one", "term"])
-    if way == "all":
-        os.killpg(process.pid, signal.SIGKILL)
-    elif way == "one":
-        os.kill(dice.choice([process.pid, *(worker.pid for worker in workers)]), signal.SIGKILL)
-    else:
+    if way == "term":
         process.terminate()
+    else:
+        if way == "one":
+            os.kill(dice.choice([process.pid, *(worker.pid for worker in workers)]), signal.SIGKILL)
+            time.sleep(dice.uniform(0, 1))
+        with contextlib.suppress(ProcessLookupError):  # they were done
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return way
 

@@ -184,12 +184,12 @@ class InversionCLI(LightningCLI):
 
     def _go_on_after_requeue(self, config: Namespace) -> None:
         """A job that SLURM has started again goes on in the folder of its first part."""
-        self._settings_key = slurm.settings_key(self.parser.dump(self.config, skip_check=True))
+        self._settings = self.parser.dump(self.config, skip_check=True)
         options = getattr(config.trainer.logger, "init_args", None)
         if options is None or options.get("version") is not None or config.ckpt_path:
             return
         runs = Path(options.save_dir) / (options.name or "")
-        if folder := slurm.earlier_folder(runs, self._settings_key):
+        if folder := slurm.earlier_folder(runs, self._settings):
             options.version = folder.name
             config.continue_run = True
 
@@ -235,7 +235,7 @@ class InversionCLI(LightningCLI):
             if isinstance(callback, ResultWriter):
                 callback.claim(folder)
         if slurm.job_id() is not None:
-            slurm.leave_note(folder, self._settings_key)
+            slurm.leave_note(folder, self._settings)
 
 
 def _workers_wanted(trainer: Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlmi.errors import InputError
 from dlmi.rows import results_files
-from dlmi.run.checkpoints import LAST, check_checkpoint_file, previous
+from dlmi.run.checkpoints import LAST, previous, read_checkpoint
 
 HERE = "./"  # where run folders go unless told otherwise; nobody else writes it like this
 
@@ -52,7 +52,7 @@ def follow_checkpoint(path: str, logger: Any) -> None:
             f"Expected `ckpt_path` to be a checkpoint file, but {path!r} is not one. They lie in "
             "`lightning_logs/version_*/checkpoints`."
         )
-    check_checkpoint_file(checkpoint)
+    read_checkpoint(checkpoint, mmap=True)
     run = checkpoint.resolve().parents[1]
     if checkpoint.parent.name == "checkpoints" and hasattr(logger, "init_args"):
         logger.init_args.save_dir = str(run.parent.parent)

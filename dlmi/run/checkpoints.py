@@ -4,7 +4,7 @@ import contextlib
 import os
 import pickle
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import msgspec
 import torch
@@ -50,47 +50,38 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """A checkpoint, or the one before it if it was cut short; data only, no code is run.
+    """A checkpoint of dlmi, or the one before it if it was cut short; no code is run.
 
     Args:
         path: The file.
         mmap: Read tensors from the file when they are used.
 
     Raises:
-        InputError: If neither can be read.
+        InputError: If it is neither.
     """
-    problem: Exception | None = None
+    problem = ""
     for candidate in (path, previous(path)):
         try:
             found = torch.load(candidate, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # torch raises whatever a broken file makes it raise
-            problem = problem or error
+            reason = str(error).partition("\n")[0][:200] or type(error).__name__
+            if isinstance(error, pickle.UnpicklingError):  # torch would advise to run what is in it
+                reason = "it holds more than data, which could run code, so it was not read"
+            problem = problem or reason
             continue
         if candidate != path:
             rank_zero_warn(f"{path} cannot be read; the checkpoint before it is used.")
-        if not isinstance(found, dict):
+        try:
+            migrate_checkpoint(found)  # as Lightning will, if the version is one
+            msgspec.convert(found, _Checkpoint)
+        except Exception as error:  # of whatever does not fit
+            problem = f"it is that of another program, or broken ({error})"
             break
-        return found
-    reason = f" ({str(problem).splitlines()[0][:200]})" if problem and str(problem) else ""
-    if isinstance(problem, pickle.UnpicklingError):  # torch would advise to run what is in it
-        reason = ": it holds more than data, which could run code, so it was not read"
+        return cast(dict[str, Any], found)
     raise InputError(
-        f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {path} is not one{reason}. "
+        f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {path} is not: {problem}. "
         "Give another, or delete it: `--continue_run true` keeps the rows of the run's folder."
     )
-
-
-def check_checkpoint_file(path: Path) -> None:
-    """Raise `InputError` unless a file, or the one before it if it was cut, is one of dlmi's."""
-    checkpoint = read_checkpoint(path, mmap=True)
-    try:
-        migrate_checkpoint(checkpoint)  # as Lightning will, if the version is one
-        msgspec.convert(checkpoint, _Checkpoint)
-    except Exception as error:  # of whatever does not fit
-        raise InputError(
-            f"Expected `ckpt_path` to be a checkpoint of dlmi, but {path} is that of another "
-            f"program, or broken ({error})."
-        ) from error
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -108,9 +99,16 @@ class AtomicCheckpoints(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            _keep(path)
+            if path.exists():
+                previous(path).unlink(missing_ok=True)
+                try:
+                    os.link(path, previous(path))  # its own name stays in place throughout
+                except OSError:  # a file system without hard links
+                    path.replace(previous(path))
             scratch.replace(path)
-            _sync(path.parent)
+            handle = os.open(path.parent, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
         except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
             with contextlib.suppress(OSError):
                 scratch.unlink()
@@ -124,23 +122,3 @@ class AtomicCheckpoints(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """The checkpoint, or the one before it."""
         return read_checkpoint(Path(path))
-
-
-def _keep(path: Path) -> None:
-    """Let the last checkpoint be the one before; its own name stays in place throughout."""
-    if not path.exists():
-        return
-    kept = previous(path)
-    kept.unlink(missing_ok=True)
-    try:
-        os.link(path, kept)
-    except OSError:  # a file system without hard links
-        path.replace(kept)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

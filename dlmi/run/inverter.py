@@ -277,9 +277,7 @@ class Inverter(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take it back, once it is sure that the checkpoint belongs to this run."""
-        saved = checkpoint.get("inversion")
-        if saved is None:
-            raise InputError("Expected `ckpt_path` to be a checkpoint of dlmi, but it is not one.")
+        saved = checkpoint["inversion"]
         check_checkpoint(saved["identity"], self.identity)
         self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
         checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts

@@ -67,8 +67,8 @@ class Resume:
             found = [saved]
             for other in find_checkpoints(path.parent):
                 if other.name != path.name:
-                    beside = read_checkpoint(other, mmap=True).get("inversion", {})
-                    if beside.get("identity") == saved["identity"]:
+                    beside = read_checkpoint(other, mmap=True)["inversion"]
+                    if beside["identity"] == saved["identity"]:
                         found.append(beside)
             return cls(found)
 

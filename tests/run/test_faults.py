@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from dlmi import InputError, load_lm, read_rows
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
-from dlmi.run.callbacks.results import ResultWriter
+from dlmi.run.callbacks.results import ResultWriter, lock_folder, merge_if_last
 from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
 
 
@@ -73,11 +73,12 @@ def test_killed_at_random_moments(workers, model_folder, tmp_path, expected):
 # Signals that ask
 
 
-def test_sigterm_saves_and_ends_all_workers(model_folder, tmp_path, expected):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_all_workers(signum, model_folder, tmp_path, expected):
     process = start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
     wait_for_rows(process, tmp_path / RUN, 2)
-    process.terminate()  # worker 0 alone
-    _, errors = finish(process, exit_code=128 + signal.SIGTERM)
+    process.send_signal(signum)  # worker 0 alone
+    _, errors = finish(process, exit_code=128 + signum)
     assert "Resume with" in errors
     assert len(find_checkpoints(tmp_path / RUN / "checkpoints")) == 2
     assert "interrupted" in {row.stop_reason for row in read_rows(tmp_path / RUN)}
@@ -131,6 +132,19 @@ def test_one_worker_is_killed_and_the_others_finish(victim, model_folder, tmp_pa
     output, _ = resume(model_folder, tmp_path, "--trainer.devices", "1")
     assert "goes on" in output
     assert outcome_in(tmp_path / RUN) == expected
+
+
+def test_whoever_ends_last_merges(data, fit, tmp_path):
+    rows = list(fit(make_run(steps=2), data(per_k=1)).values())
+    (tmp_path / "results.jsonl").write_text(rows[0].to_json_line())
+    half = rows[0].to_json_line()[:100]  # its worker was killed
+    (tmp_path / "results.worker1.jsonl").write_text(rows[1].to_json_line() + half)
+    with lock_folder(tmp_path, ".lock.worker2"):
+        merge_if_last(tmp_path)
+        assert (tmp_path / "results.worker1.jsonl").exists()
+    merge_if_last(tmp_path)
+    assert not (tmp_path / "results.worker1.jsonl").exists()
+    assert outcome_in(tmp_path) == outcome(rows)
 
 
 # Disks that are full

@@ -82,7 +82,7 @@ class ResultWriter(InversionCallback):
 
     def claim(self, folder: Path, worker: int = 0) -> None:
         """Keep others out of a folder, from now on; once is enough."""
-        if self._lock is None:
+        if self._lock is None or not self._lock.is_locked:
             name = f"{_LOCK}.worker{worker}" if worker else _LOCK
             self._lock = lock_folder(folder, name).lock
 
@@ -143,7 +143,7 @@ class ResultWriter(InversionCallback):
             self._take_in(pl_module)
         self._unlock()
         if self.path is not None and pl_module.workers.size > 1:
-            _merge_if_last(pl_module.folder)
+            merge_if_last(pl_module.folder)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -154,10 +154,9 @@ class ResultWriter(InversionCallback):
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
 
-def _merge_if_last(folder: Path) -> None:
+def merge_if_last(folder: Path) -> None:
     """Merge unless a worker is at work. One looks at a time, or the last two could miss it."""
     with FileLock(folder / f"{_LOCK}.merge"), contextlib.ExitStack() as stack:
         try:

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 from dlmi.errors import RunStopped
+from dlmi.jsonl import read_json_file
 
 _NOTE = "slurm.json"
 
@@ -24,31 +25,23 @@ def job_id() -> str | None:
     return found if found and re.fullmatch(r"[0-9]+(_[0-9]+)?", found) else None
 
 
-def settings_key(settings: str) -> str:
-    """A short hash of a run's settings: one job may run several commands."""
-    return hashlib.sha256(settings.encode()).hexdigest()[:16]
-
-
-def leave_note(folder: Path, key: str) -> None:
+def leave_note(folder: Path, settings: str) -> None:
     """Note in a run's folder which job and which settings it is of."""
     folder.mkdir(parents=True, exist_ok=True)
-    note = {"job": job_id(), "settings": key}
-    (folder / _NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
+    (folder / _NOTE).write_text(json.dumps(_note(settings)) + "\n", encoding="utf-8")
 
 
-def earlier_folder(runs: Path, key: str) -> Path | None:
+def earlier_folder(runs: Path, settings: str) -> Path | None:
     """The folder that this job began with these settings before it was queued again."""
-    wanted = {"job": job_id(), "settings": key}
     if not int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0):
         return None
-    for note in sorted(runs.glob(f"*/{_NOTE}")):
-        try:
-            found = json.loads(note.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if found == wanted:
-            return note.parent
-    return None
+    notes = sorted(runs.glob(f"*/{_NOTE}"))
+    return next((n.parent for n in notes if read_json_file(n) == _note(settings)), None)
+
+
+def _note(settings: str) -> dict[str, str | None]:
+    """The job, and a short hash of the settings: one job may run several commands."""
+    return {"job": job_id(), "settings": hashlib.sha256(settings.encode()).hexdigest()[:16]}
 
 
 def requeue() -> None:

@@ -85,6 +85,11 @@ class TargetParallelStrategy(DDPStrategy):
         for process in self._launcher.procs:
             process.wait()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Ask the workers that this one has started to save and end, too."""
+        assert isinstance(self._launcher, _Launcher)
+        self._launcher.kill(signal.SIGTERM)
+
     # ---- what Lightning calls to keep workers in step
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
