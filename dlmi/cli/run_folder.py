@@ -9,7 +9,7 @@ from typing import Any
 
 from dlmi.errors import InputError
 from dlmi.rows import results_files
-from dlmi.run.checkpoints import LAST, previous, read_checkpoint
+from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
 
 HERE = "./"  # where run folders go unless told otherwise; nobody else writes it like this
 
@@ -35,8 +35,8 @@ def last_checkpoint(logger: Any) -> str | None:
         )
     version = options.version
     folder = version if isinstance(version, str) else f"version_{version}"
-    last = Path(options.save_dir) / (options.name or "") / folder / "checkpoints" / LAST
-    return str(last) if last.is_file() or previous(last).is_file() else None
+    found = find_checkpoints(Path(options.save_dir) / (options.name or "") / folder / "checkpoints")
+    return str(found[0]) if found else None  # that of any worker will do
 
 
 def follow_checkpoint(path: str, logger: Any) -> None:

@@ -52,12 +52,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint of dlmi, or the one before it if it was cut short; no code is run.
 
-    Args:
-        path: The file.
-        mmap: Read tensors from the file when they are used.
-
-    Raises:
-        InputError: If it is neither.
+    With `mmap`, tensors are read when they are used. `InputError` where it is neither.
     """
     problem = ""
     for candidate in (path, previous(path)):

@@ -120,11 +120,7 @@ def check_settings(
 
 
 def check_precision(precision: str | int | None) -> None:
-    """Raise `InputError` unless a `trainer.precision` leaves Z in float32.
-
-    Args:
-        precision: As the user or as Lightning writes it.
-    """
+    """Raise `InputError` unless a precision, as user or Lightning write it, keeps Z in float32."""
     if precision in ("16-true", "bf16-true"):
         raise InputError(
             f"Expected `trainer.precision` to keep Z in float32, but got {precision}: "

@@ -50,23 +50,22 @@ def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:
             "one, whose checkpoints cannot be continued. Finish that run with the version that "
             "began it, or start anew without `ckpt_path`."
         )
-    for name, value in identity.items():
-        if saved.get(name) != value:
-            raise InputError(
-                f"Expected `ckpt_path` to come from a run with {name} = {value!r}, but it was "
-                f"made with {saved.get(name)!r}. Resume with the run's own config.yaml, or start "
-                "anew without `ckpt_path`."
-            )
+    way_out = "Resume with the run's own config.yaml, or start anew without `ckpt_path`."
+    _check_same(saved, identity, "`ckpt_path`", way_out)
 
 
 def check_row(row: Inversion, identity: dict[str, Any]) -> None:
     """Raise `InputError` unless a row of the run's folder could have come from this run."""
     allowed_ids = identity["model.allowed_tokens as ids"]  # which no row knows
     found = run_identity(row.method, row.settings, vars(row), allowed_ids)
+    what = f"the row of {row.target_id} in the run's folder"
+    _check_same(found, identity, what, "Go on with the run's own settings, or in another folder.")
+
+
+def _check_same(found: dict[str, Any], identity: dict[str, Any], what: str, way_out: str) -> None:
     for name, value in identity.items():
         if found.get(name) != value:
             raise InputError(
-                f"Expected the rows of the run's folder to have {name} = {value!r}, but that of "
-                f"{row.target_id} has {found.get(name)!r}. Go on with the run's own settings, or "
-                "choose another folder."
+                f"Expected {what} to come from a run with {name} = {value!r}, but it was made "
+                f"with {found.get(name)!r}. {way_out}"
             )

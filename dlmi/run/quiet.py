@@ -22,14 +22,7 @@ def run_quietly(
     callbacks: Sequence[Callback] = (),
     max_time: timedelta | None = None,
 ) -> None:
-    """`Trainer.fit` with no files and no screen.
-
-    Args:
-        module: The run.
-        data: LM and targets.
-        callbacks: Who follows it.
-        max_time: After this no step is begun; the first step is made in any case.
-    """
+    """`Trainer.fit` that leaves no trace; after `max_time` no step but the first is begun."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -39,12 +39,7 @@ def build_row(
 ) -> Inversion:
     """The row of a slot that is done with: its best prompt, how it fared and where it ran.
 
-    Args:
-        slot: With its best prompt.
-        stop_reason: Why it is done with.
-        method: Moved its prompts.
-        settings: Arguments of the run and its method.
-        environment: The columns that say where it was measured, and on which targets.
+    `environment` is the columns that say where it was measured, and on which targets.
     """
     lm, target, last = slot.tokens.lm, slot.target, slot.last
     assert slot.best is not None
@@ -128,10 +123,7 @@ def _results(
     said = split(examples, evaluation.output_ids)
     return tuple(
         ExampleResult(
-            id=example.id,
-            ids=example.ids,
-            text=example.text,
-            context=example.context,
+            **vars(example),
             full_text=lm.decode(example.context.text_ids(evaluation.prompt_ids)),
             output_ids=said_ids,
             output_text=lm.decode(said_ids),

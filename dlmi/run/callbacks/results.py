@@ -14,14 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.errors import InputError
 from dlmi.jsonl import append_line, parse_object
-from dlmi.rows import (
-    RESULTS_FILE,
-    Inversion,
-    read_rows,
-    results_files,
-    results_name,
-    rewrite_rows,
-)
+from dlmi.rows import RESULTS_FILE, Inversion, read_rows, results_files, results_name, rewrite_rows
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.identity import check_row
 from dlmi.run.inverter import Inverter
@@ -34,16 +27,8 @@ _LOOK_EVERY = 1.0  # seconds between two looks at other workers' files
 def lock_folder(folder: Path, name: str = _LOCK, wait: float = 0.0) -> AcquireReturnProxy[FileLock]:
     """Keep other processes out of a folder; the system lets go when this one ends.
 
-    Args:
-        folder: Made if it is not there.
-        name: Of the lock: workers of a run have one each.
-        wait: Seconds for a process that is on its way out.
-
-    Returns:
-        What holds the lock, until its context ends or its `lock` is released.
-
-    Raises:
-        InputError: If another process has it.
+    Returns what holds the lock, until its context ends or its `lock` is released. `InputError` if
+    another process has it after `wait` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
