@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from dlmi.lm.memory import is_out_of_memory
+from dlmi.lm.packed import PackedPass, packed_attention
 from dlmi.lm.precision import PassPrecision
 
 
@@ -43,6 +44,18 @@ class Forward:
         # Where prompts are made (the head may lie elsewhere), in float32 or better.
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(inputs_embeds.device, dtype), cache_out
+
+    def packed(self, inputs_embeds: Tensor, now: PackedPass) -> Tensor:
+        """Logits of a packed pass, (L, d) to (.., V)."""
+        precision = self._precision.around_pass(inputs_embeds.device.type)
+        with precision, packed_attention(self._model, now):
+            logits: Tensor = self._model(
+                inputs_embeds=inputs_embeds[None],
+                position_ids=now.position_ids,
+                use_cache=False,
+                logits_to_keep=now.kept,
+            ).logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         try:

@@ -9,6 +9,7 @@ Axes: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM, d
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from dlmi.errors import InputError
 from dlmi.lm import checks, generation
 from dlmi.lm.forward import Forward
 from dlmi.lm.memory import RowsPerPass
+from dlmi.lm.packed import PackedPass, PackedRow, packs_right
 from dlmi.lm.placement import dtype_name, fingerprint
 from dlmi.lm.precision import PassPrecision
-from dlmi.lm.prefix import Prefix, make_cache, read_layers
+from dlmi.lm.prefix import Layers, Prefix, make_cache, read_layers
 from dlmi.metrics import perplexity
 
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
@@ -123,6 +125,20 @@ class FrozenLM:
         self.check_ids([bos_id], "`bos`")
         return bos_id
 
+    @functools.cached_property
+    def can_share(self) -> bool:
+        """Whether it has keys and values that can be kept, shared and cut; one token tells."""
+        return self.read_prefix(self.prompt_token_ids[:1].to(self.device)).layers is not None
+
+    @functools.cached_property
+    def can_pack(self) -> bool:
+        """Whether rows of any lengths can be read in one pass (`dlmi.lm.packed`)."""
+        if self.is_spread or not self.can_share:
+            return False
+        places = torch.linspace(0, len(self.prompt_token_ids) - 1, 9).long()
+        embeds = self.embed(self.prompt_token_ids[places].to(self.device))
+        return packs_right(embeds, self.packed_logits, self.last_logits)
+
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""
         rows = len(self.embedding_matrix)
@@ -187,6 +203,30 @@ class FrozenLM:
         """
         logits, _ = self._forward(inputs_embeds, keep, prefix=prefix, hooks=hooks)
         return logits
+
+    def packed_logits(
+        self,
+        inputs_embeds: Tensor,
+        rows: Sequence[PackedRow],
+        prefixes: Sequence[Prefix] = (),
+        captures: bool = False,
+    ) -> tuple[Tensor, list[Layers]]:
+        """Logits of rows of any lengths that lie one after the other; only where `can_pack`.
+
+        Args:
+            inputs_embeds: Tokens of all rows, (L, d).
+            rows: How they lie, and at how many of their last tokens logits are wanted.
+            prefixes: What they stand behind.
+            captures: Whether to give keys and values as well.
+
+        Returns:
+            Logits, one row's after the other's, (.., V), in float32 or better; and the keys and
+            values of each row.
+        """
+        layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
+        now = PackedPass(rows, layers, self.device, captures)
+        logits = self._run.packed(inputs_embeds.to(self.dtype), now)
+        return logits, now.captured() if captures else []
 
     def free_run(
         self,

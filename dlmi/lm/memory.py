@@ -25,6 +25,7 @@ RowsSetting = int | Literal["auto"]
 
 _SHARE = 0.6  # of the free memory that the rows of a pass may take
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_PACKED_TOKENS = 640  # of a packed pass on the CPU: more is no faster and takes more memory
 # A pass without a graph keeps a layer or two where one with a graph keeps all.
 _WITHOUT_GRAPH = 1 / 8
 
@@ -54,6 +55,7 @@ class RowsPerPass:
         keep: int,
         work: Callable[[slice], None],
         gradient: bool = False,
+        is_packed: bool = False,
     ) -> None:
         """Call `work` on slices of the rows, halved when memory runs out.
 
@@ -64,8 +66,11 @@ class RowsPerPass:
             keep: Positions of a row with logits.
             work: Does some rows; may be called again for rows that it did not finish.
             gradient: Whether it keeps a graph.
+            is_packed: Whether rows of any lengths run together; `tokens` is their mean.
         """
         limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
+        if is_packed and self.setting == "auto" and lm.device.type == "cpu":
+            limit = min(limit, max(1, _PACKED_TOKENS // tokens))
         passes = -(-rows // limit)
         size, start = -(-rows // passes), 0  # as even as possible: fewer shapes, fuller passes
         while start < rows:

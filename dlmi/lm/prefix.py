@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -55,6 +56,19 @@ class Prefix:
 
     ids: Tensor
     layers: Layers | None
+
+    @classmethod
+    def joined(cls, known: "Prefix | None", ids: Sequence[int], layers: Layers) -> "Prefix":
+        """A known prefix and the tokens after it, with their keys and values."""
+        if known is None:
+            return cls(torch.tensor(ids), layers)
+        assert known.layers is not None
+        length = len(known)
+        both = [
+            (torch.cat([old_k[:, :, :length], k], 2), torch.cat([old_v[:, :, :length], v], 2))
+            for (old_k, old_v), (k, v) in zip(known.layers, layers, strict=True)
+        ]
+        return cls(torch.cat([known.ids, torch.tensor(ids).to(known.ids)]), both)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -24,7 +24,7 @@ from dlmi.errors import InputError, check_at_least_one
 from dlmi.methods.base import Defaults, Search, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
-from dlmi.scoring.passes import Pass, Steps
+from dlmi.scoring.passes import Pass, Steps, Swaps
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 
@@ -111,11 +111,10 @@ class GCG(Search[GCGState]):
     def step(self, slot: Slot, state: GCGState) -> Steps[tuple[Step, GCGState]]:
         """The gradient at x proposes swaps; the best of them is the next x."""
         x = state.prompt_ids
-        now = yield Pass(x[None], slot.examples, self.loss, token_gradient=True)
-        assert now.token_gradient is not None
-        likely_ids = slot.tokens.top_ids(-now.token_gradient, self.topk).cpu()  # (N, topk)
+        now = yield Pass(x[None], slot.examples, self.loss, swaps=Swaps(slot.tokens, self.topk))
+        assert now.swap_ids is not None  # (N, topk)
         ids = self._surviving(
-            slot, swapped(x, likely_ids, self.search_width, self.n_replace, slot.rng)
+            slot, swapped(x, now.swap_ids, self.search_width, self.n_replace, slot.rng)
         )
         step = Step(now.losses[0], now.output_ids[0])
         if len(ids) == 0:

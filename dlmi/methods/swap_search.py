@@ -35,8 +35,8 @@ from torch import Tensor
 from dlmi.errors import check_at_least_one, check_positive
 from dlmi.methods.base import Defaults, Search, Step
 from dlmi.methods.slot import Slot
-from dlmi.methods.swaps import TRIED, count_right, draw_swaps, merge_swaps, token_weights
-from dlmi.scoring.passes import Pass, Scores, Steps
+from dlmi.methods.swaps import count_right, draw_swaps, merge_swaps, token_weights
+from dlmi.scoring.passes import NO_SWAP, Pass, Scores, Steps, Swaps
 from dlmi.targets.context import Example
 from dlmi.tokens.neighbours import echo_prompts
 
@@ -156,7 +156,7 @@ class SwapSearch(Search[SwapState]):
             yield from self._move(slot, state, first[0])
         if state.swaps is None:
             state.swaps = yield from self._promising(slot, state)
-        if state.waited >= _PATIENCE or bool((state.swaps == TRIED).all()):
+        if state.waited >= _PATIENCE or bool((state.swaps == NO_SWAP).all()):
             yield from self._leave(slot, state)
         else:
             yield from self._try(slot, state)
@@ -222,19 +222,18 @@ class SwapSearch(Search[SwapState]):
 
     def _promising(self, slot: Slot, state: SwapState) -> Steps[Tensor]:
         """The swaps that the gradient promises most of, (W, K)."""
-        tokens, first = slot.tokens, slot.length - state.window
         scores = yield self._pass(slot, state, state.at.ids[None], None)
-        assert scores.token_gradient is not None
-        promises = -scores.token_gradient  # (W, V)
-        mine = tokens.columns(state.at.ids[first:].to(promises.device))[:, None]  # (W, 1)
-        promises -= promises.gather(1, mine)
-        tokens.bar_(promises).scatter_(1, mine, -torch.inf)  # no swap at all
+        assert scores.swap_ids is not None
+        return scores.swap_ids
+
+    def _swaps(self, slot: Slot, state: SwapState) -> Swaps:
+        """All but no swap at all, and the way back to where the search has been."""
+        first = slot.length - state.window
+        own = torch.stack([torch.arange(state.window), state.at.ids[first:]], dim=-1)
+        barred = [own]
         if state.barred is not None:
-            left = state.barred[state.barred[:, 0] >= first].to(promises.device)
-            promises[left[:, 0] - first, tokens.columns(left[:, 1])] = -torch.inf
-        count = min(_SWAPS_PER_POSITION, promises.shape[1])
-        gains, columns = promises.topk(count, dim=-1)
-        return tokens.ids(columns).masked_fill(gains.isneginf(), TRIED).cpu()
+            barred.append(state.barred[state.barred[:, 0] >= first] - torch.tensor([first, 0]))
+        return Swaps(slot.tokens, _SWAPS_PER_POSITION, torch.cat(barred))
 
     def _drawn(self, slot: Slot, state: SwapState) -> Tensor:
         """Swaps that were not tried yet, (C, N); the more has to be read after one, the rarer."""
@@ -281,7 +280,7 @@ class SwapSearch(Search[SwapState]):
         return Pass(
             ids[:, first:],
             examples,
-            token_gradient=like_ids is None,
+            swaps=self._swaps(slot, state) if like_ids is None else None,
             token_weights=torch.cat(weights),
             like_ids=None if like_ids is None else like_ids[first:],
             norm_gradient_scale=self.norm_gradient_scale,

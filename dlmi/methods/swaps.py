@@ -6,7 +6,7 @@ Axes: C candidates, N prompt tokens, W of them that are searched, K swaps of eac
 import torch
 from torch import Tensor
 
-TRIED = -1  # in place of a swap that has been drawn
+from dlmi.scoring.passes import NO_SWAP
 
 _LATER_WEIGHT = 0.3  # of tokens behind the one after the first mistake
 
@@ -37,7 +37,7 @@ def draw_swaps(
     """Draw swaps without replacement, and mark them as tried.
 
     Args:
-        swaps: Tokens that each position may get, (W, K); `TRIED` where there is none any more.
+        swaps: Tokens that each position may get, (W, K); `NO_SWAP` where there is none any more.
         rarity: Of the swaps at each position, (W,): they are drawn in proportion to 1 / rarity.
         count: How many at most, C.
         generator: Source of the draws.
@@ -45,13 +45,13 @@ def draw_swaps(
     Returns:
         Rows of `swaps` and tokens, (C,) each.
     """
-    rows, places = (swaps != TRIED).nonzero(as_tuple=True)
+    rows, places = (swaps != NO_SWAP).nonzero(as_tuple=True)
     # The smallest of exponential draws, each with a mean of its rarity.
     draws = torch.empty(len(rows), device=generator.device).exponential_(generator=generator)
     chosen = (draws.to(rarity.device) * rarity[rows]).argsort()[:count]
     rows, places = rows[chosen], places[chosen]
     tokens = swaps[rows, places]
-    swaps[rows, places] = TRIED
+    swaps[rows, places] = NO_SWAP
     return rows, tokens
 
 

@@ -1,189 +1,175 @@
 """How prompts and their contexts lie in the rows of a pass.
 
-All rows of a batch begin with the same kept prefix. Rows may have fixed tokens of different number.
-Under teacher forcing all run as one batch, padded on the right, which a causal LM does not see, and
-the head runs only where each row's own target is predicted. A free run goes on from the end of its
-prompt, so rows of different length run apart.
+A row is one prompt in one example: the tokens that the LM reads behind a beginning whose keys and
+values are kept, up to the last but one of the target. The tokens of all rows lie one after the
+other, so rows may be of any lengths. Those that are alike (same beginning, same length) can run as
+a plain batch, all together as one packed pass.
 
-Axes: R rows, N prompt tokens, P tokens of a prompt in its context behind the prefix, T of a row
-with its target, M target tokens, V logits, d width.
+Axes: R rows, L tokens of all rows, m target tokens of all rows, C prompts, N tokens of a prompt, M
+target tokens of a row, d width.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlmi.lm.frozen_lm import FrozenLM, NextEmbeds
+from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.packed import PackedRow
 from dlmi.lm.prefix import Prefix
-from dlmi.scoring.losses import target_mask
+from dlmi.scoring.prefixes import PrefixStore
 from dlmi.targets.context import Example
 
-Rows = slice | Tensor
+
+@dataclass(frozen=True)
+class Row:
+    """What the LM reads of one prompt in one example.
+
+    Attributes:
+        prompt: Which prompt.
+        first: Where its first token lies among the tokens of all prompts.
+        size: Its tokens, N.
+        example: The context, and what is to be said.
+        prefix_ids: What is kept of the beginning, or of one that starts in the same way.
+        start: How many of its first tokens are known from there and not read again.
+    """
+
+    prompt: int
+    first: int
+    size: int
+    example: Example
+    prefix_ids: tuple[int, ...] = ()
+    start: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that are read."""
+        context = self.example.context
+        whole = len(context.start_ids) + len(context.fixed_ids) + self.size
+        return whole - self.start + len(self.example.ids) - 1
+
+    @property
+    def kind(self) -> tuple[int, int, tuple[int, ...]]:
+        """What the rows of a plain batch have in common."""
+        return self.length, len(self.example.ids), self.prefix_ids[: self.start]
+
+
+def rows_of_prompt(
+    prompt: int, size: int, examples: Iterable[Example], can_share: bool
+) -> list[Row]:
+    """One of many prompts of N tokens in its examples, behind what is kept of their beginnings."""
+    kept = [example.context.prefix_ids if can_share else () for example in examples]
+    pairs = zip(examples, kept, strict=True)
+    return [Row(prompt, prompt * size, size, e, ids, len(ids)) for e, ids in pairs]
 
 
 @functools.lru_cache(maxsize=16)
-def lay_out(examples: tuple[Example, ...], prompt_length: int, device: torch.device) -> "Batch":
-    """The batch of rows that read these examples; slots use theirs for many steps."""
-    return Batch(examples, prompt_length, device)
-
-
-def by_prefix(examples: Sequence[Example]) -> dict[tuple[int, ...], list[int]]:
-    """Which examples begin with the same kept prefix."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, example in enumerate(examples):
-        groups.setdefault(example.context.prefix_ids, []).append(i)
-    return groups
+def lay_out(rows: tuple[Row, ...], device: torch.device) -> "Batch":
+    """The batch of these rows; slots use theirs for many steps."""
+    return Batch(rows, device)
 
 
 class Batch:
-    """Where everything lies.
+    """Rows, laid out with alike rows side by side, the shortest first.
 
     Args:
-        examples: What each row reads, R of them; their contexts have the same prefix.
-        prompt_length: N.
-        device: Where the tensors are made.
+        rows: What is read.
+        device: Where the tensors are made, in one copy.
 
     Attributes:
-        target_ids: Padded on the right, (R, M).
-        mask: True where a target has a real token, (R, M).
-        tokens: Tokens of the longest row behind the prefix, T.
+        rows: In the order in which they lie.
+        groups: Those that are alike.
+        starts: Where the tokens of each row begin, and the end of all.
+        target_starts: The same of their target tokens.
+        target_ids: Of all rows, (m,).
+        row_of_target: Which row each of these belongs to, (m,).
+        row_of_token: Which row each token belongs to, (L,).
+        places: Where each of the given rows lies, (R,).
+        target_places: Where the target tokens of the given rows lie, in their order, (m,).
     """
 
-    def __init__(
-        self, examples: Sequence[Example], prompt_length: int, device: torch.device
-    ) -> None:
-        if any(example.context.reasoning for example in examples):
-            raise RuntimeError("The reasoning of these examples has not been written yet.")
-        self._ends: list[int] = []  # P of each row
-        fixed, index = [], []
-        for example in examples:
-            context = example.context
-            shared = context.read_once
-            positions = [p - shared for p in context.positions(prompt_length)]
-            row = list(context.text_ids([0] * prompt_length)[shared:])
-            self._ends.append(len(row))
-            row += example.ids[:-1]
-            # The first N of what a row is gathered from are the prompt's tokens.
-            order = [prompt_length + i for i in range(len(row))]
-            for token, position in enumerate(positions):
-                order[position] = token
-            fixed.append(row)
-            index.append(order)
-        self.tokens = max(map(len, fixed))
-        self._is_bare = all(end == prompt_length for end in self._ends)
-        self._is_even = len(set(self._ends)) == 1
-        self._fixed_ids = torch.tensor(_padded(fixed), device=device)  # (R, T)
-        self._index = torch.tensor(_padded(index), device=device)  # (R, T)
-        self.target_ids, self.mask = pad_ids([example.ids for example in examples], device)
-        self._ends_tensor = torch.tensor(self._ends, device=device)
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        order = sorted(range(len(rows)), key=lambda i: rows[i].kind)
+        self.rows = [rows[i] for i in order]
+        self.groups: list[slice] = []
+        for _, members in itertools.groupby(range(len(order)), lambda i: self.rows[i].kind):
+            first, *others = members
+            self.groups.append(slice(first, first + len(others) + 1))
+        self.starts = [0, *itertools.accumulate(row.length for row in self.rows)]
+        self.target_starts = [0, *itertools.accumulate(len(row.example.ids) for row in self.rows)]
+        fixed_ids: list[int] = []
+        templates: dict[Example, tuple[list[int], int]] = {}
+        for row in self.rows:
+            if row.example not in templates:
+                templates[row.example] = _template(row.example, row.size), len(fixed_ids)
+                fixed_ids += _fixed_ids(row.example)
+        index: list[int] = []  # of each token among the fixed ones and those of the prompts
+        for row in self.rows:
+            template, offset = templates[row.example]
+            first = len(fixed_ids) + row.first
+            index += [first + t if t >= 0 else offset - 1 - t for t in template[row.start :]]
+        places = sorted(range(len(order)), key=order.__getitem__)
+        spans = [range(self.target_starts[p], self.target_starts[p + 1]) for p in places]
+        parts = [
+            index,
+            fixed_ids,
+            [token_id for row in self.rows for token_id in row.example.ids],
+            [i for i, row in enumerate(self.rows) for _ in row.example.ids],
+            [i for i, row in enumerate(self.rows) for _ in range(row.length)],
+            places,
+            list(itertools.chain.from_iterable(spans)),
+        ]
+        everything = torch.tensor(list(itertools.chain.from_iterable(parts))).to(device)
+        self._index, self._fixed_ids, *tensors = everything.split([len(part) for part in parts])
+        self.target_ids, self.row_of_target, self.row_of_token, *back = tensors
+        self.places, self.target_places = back
 
-    def forced(
-        self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows, prefix: Prefix | None
-    ) -> Tensor:
-        """Teacher-forced logits, (r, M, V), of some rows' prompts, (r, N, d)."""
-        target_ids = self.target_ids[rows]
-        if self._is_even:
-            return lm.target_logits(self._prompts(lm, prompt_embeds, rows), target_ids, prefix)
-        inputs_embeds = self._gather(lm, prompt_embeds, rows, self.tokens)
-        ends = self._ends_tensor[rows]
-        wanted = ends[:, None] - 1 + torch.arange(target_ids.shape[1], device=ends.device)
-        from_end = (self.tokens - wanted).clamp_min(1)  # (r, M); beyond a row's target all is pad
-        keep = max(int(from_end.max()), target_ids.shape[1])
-        with _head_at(lm, from_end):
-            return lm.last_logits(inputs_embeds, keep, prefix, hooks=True)
+    def gather(self, lm: FrozenLM, prompt_embeds: Tensor) -> Tensor:
+        """What the LM reads, (L, d), from the tokens of all prompts, (C * N, d)."""
+        fixed_embeds = lm.embed(self._fixed_ids).to(prompt_embeds.dtype)
+        return torch.cat([fixed_embeds, prompt_embeds]).index_select(0, self._index)
 
-    def free(
-        self,
-        lm: FrozenLM,
-        prompt_embeds: Tensor,
-        rows: Rows,
-        prefix: Prefix | None,
-        next_embeds: Callable[[Rows], NextEmbeds] | None = None,
-    ) -> Tensor:
-        """Logits of free runs, (r, M, V); `next_embeds` says what some of the rows read next."""
-        length = self.target_ids.shape[1]
-        parts, order = [], []
-        for mine, members in self._even_parts(rows):
-            prompts = self._prompts(lm, prompt_embeds[mine], members)
-            reads_next = None if next_embeds is None else next_embeds(members)
-            parts.append(lm.free_run(prompts, length, reads_next, prefix))
-            order.append(mine)
-        return _put_back(parts, order)
+    def tokens(self, rows: slice) -> slice:
+        """Where the tokens of some rows lie."""
+        return slice(self.starts[rows.start], self.starts[rows.stop])
 
-    def forced_and_greedy(
-        self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows, prefix: Prefix | None
-    ) -> tuple[Tensor, Tensor]:
-        """Teacher-forced logits, (r, M, V), and greedy ids, (r, M)."""
-        logits, output_ids, order = [], [], []
-        for mine, members in self._even_parts(rows):
-            prompts = self._prompts(lm, prompt_embeds[mine], members)
-            forced, greedy = lm.forced_and_greedy(prompts, self.target_ids[members], prefix)
-            logits.append(forced)
-            output_ids.append(greedy)
-            order.append(mine)
-        return _put_back(logits, order), _put_back(output_ids, order)
+    def targets(self, rows: slice) -> slice:
+        """Where their target tokens lie."""
+        return slice(self.target_starts[rows.start], self.target_starts[rows.stop])
 
-    def _prompts(self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows) -> Tensor:
-        """Prompts in their contexts, (r, P, d), of rows that are equally long."""
-        if self._is_bare:
-            return prompt_embeds
-        [end] = set(self._ends_tensor[rows].tolist())
-        return self._gather(lm, prompt_embeds, rows, end)
+    def prefix(self, rows: slice, store: PrefixStore) -> Prefix | None:
+        """What rows that are alike stand behind."""
+        row = self.rows[rows.start]
+        return store.read([row.prefix_ids])[0].shortened(row.start) if row.start else None
 
-    def _gather(self, lm: FrozenLM, prompt_embeds: Tensor, rows: Rows, tokens: int) -> Tensor:
-        fixed_embeds = lm.embed(self._fixed_ids[rows][:, :tokens])
-        both = torch.cat([prompt_embeds.to(lm.dtype), fixed_embeds], dim=1)
-        index = self._index[rows][:, :tokens, None]
-        return both.gather(1, index.expand(-1, -1, both.shape[2]))
-
-    def _even_parts(self, rows: Rows) -> Iterator[tuple[Rows, Rows]]:
-        """Parts whose prompts are equally long: places among `rows`, and the rows themselves."""
-        if self._is_even:
-            yield slice(None), rows
-            return
-        ends = self._ends_tensor[rows]
-        all_rows = torch.arange(len(self._ends), device=ends.device)[rows]
-        for end in sorted(set(ends.tolist())):
-            [mine] = (ends == end).nonzero(as_tuple=True)
-            yield mine, all_rows[mine]
+    def packed(self, rows: slice, store: PrefixStore) -> tuple[list[PackedRow], list[Prefix]]:
+        """How rows lie in a packed pass, and the prefixes that they stand behind."""
+        members = self.rows[rows]
+        numbers = {row.prefix_ids: 0 for row in members if row.start}
+        numbers = {ids: i for i, ids in enumerate(numbers)}
+        laid_out = [
+            PackedRow(r.length, len(r.example.ids), numbers.get(r.prefix_ids, 0), r.start)
+            for r in members
+        ]
+        return laid_out, store.read(list(numbers))
 
 
-def pad_ids(targets: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids as one tensor padded on the right, (R, M), and the mask of its real tokens."""
-    lengths = torch.tensor([len(ids) for ids in targets], device=device)
-    width = int(lengths.max())
-    rows = [[*ids, *[ids[-1]] * (width - len(ids))] for ids in targets]
-    return torch.tensor(rows, device=device), target_mask(lengths, width)
+def _fixed_ids(example: Example) -> list[int]:
+    """The fixed tokens of an example: around the prompt, then those of the target but the last."""
+    context = example.context
+    return [*context.start_ids, *context.fixed_ids, *example.ids[:-1]]
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    width = max(map(len, rows))
-    return [[*row, *[row[-1]] * (width - len(row))] for row in rows]
-
-
-def _put_back(parts: Sequence[Tensor], order: Sequence[Rows]) -> Tensor:
-    """Parts of rows in the order of the rows."""
-    if len(parts) == 1:
-        return parts[0]
-    places = torch.cat([places for places in order if isinstance(places, Tensor)])
-    return torch.cat(list(parts))[places.argsort()]
-
-
-@contextlib.contextmanager
-def _head_at(lm: FrozenLM, from_end: Tensor) -> Iterator[None]:
-    """Let the head see other positions of each row: (R, M), counted from the end of a row."""
-
-    def choose(_: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = inputs[0]  # (R, all or the last positions, d)
-        places = (hidden.shape[1] - from_end).to(hidden.device)
-        chosen = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
-        return chosen, *inputs[1:]
-
-    handle = lm.model.get_output_embeddings().register_forward_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _template(example: Example, size: int) -> list[int]:
+    """Of each token of a whole row: its place in the prompt, or -1 less that among fixed ones."""
+    context = example.context
+    if context.reasoning is not None:
+        raise RuntimeError("The reasoning of this example has not been written yet.")
+    before = len(context.start_ids)
+    of_prompt = {before + p: t for t, p in enumerate(context.positions(size))}
+    fixed = itertools.count(1)
+    whole = size + len(_fixed_ids(example))
+    return [of_prompt[i] if i in of_prompt else -next(fixed) for i in range(whole)]

@@ -1,17 +1,17 @@
 """The engine: sends the prompts that many slots ask about through the LM together.
 
 Passes of one kind (the same loss, decode and direction) become the rows of one batch, so that the
-number of LM calls does not grow with the number of slots. Soft prompts of all slots are embedded in
-one product with the embedding matrix. Each row's loss depends on its own prompt alone, so the
-gradient is taken where the loss is computed, a few rows at a time: the graph of one cut of rows is
-all that is ever held. Variations of a prompt share what they have in common (`shared_prefix`).
+number of LM calls does not grow with the number of slots. Rows that are alike run as a plain batch,
+others as one packed pass without padding; an LM that cannot pack reads alike rows together. Soft
+prompts of all slots are embedded in one product with the embedding matrix. What a method looks at
+comes back to the CPU in one copy for all slots; what is large stays where it was made.
 
-Axes: B slots, C prompts of a pass, R rows (prompts x examples), N prompt tokens, M target tokens,
-V tokens a prompt may hold, d width.
+Axes: B slots, C prompts of a pass, R rows (prompts x examples), N prompt tokens, M target tokens, m
+those of all rows, V tokens a prompt may hold, d width.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,16 +21,15 @@ from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM, NextEmbeds
 from dlmi.lm.norm_gradients import scaled_norm_gradients
-from dlmi.scoring.batch import Batch, Rows, by_prefix, lay_out
-from dlmi.scoring.fluency import Fluency, Score
-from dlmi.scoring.losses import target_loss
-from dlmi.scoring.passes import REMEMBERED, Account, Cost, Pass, Scores
+from dlmi.lm.prefix import Layers, Prefix
+from dlmi.scoring.batch import Batch, Row, lay_out, rows_of_prompt
+from dlmi.scoring.fluency import Fluency
+from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
 from dlmi.scoring.prefixes import PrefixStore
-from dlmi.scoring.shared_prefix import Variations, score_variations
+from dlmi.scoring.reading import Reading
 from dlmi.targets.context import Example
 from dlmi.tokens.vocabulary import Vocabulary
 
-_HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way through the LM
 _SPARE_PREFIXES = 8
 
 
@@ -59,269 +58,242 @@ class Engine:
         self._matrix = vocabulary.matrix if fluency is None else fluency.matrix
         self._fluency = fluency
         self._scale = norm_gradient_scale
-        size = REMEMBERED * slots + _SPARE_PREFIXES
-        self.prefixes = PrefixStore(self.lm, size, with_states=fluency is not None)
+        self.prefixes = PrefixStore(self.lm, REMEMBERED * slots + _SPARE_PREFIXES)
 
-    # ---- accounts
+    # ---- what a pass reads, and what that costs
 
     def price(self, asked: Pass, account: Account) -> Cost:
         """What a pass costs a slot; notes in its account what it will have read."""
-        if asked.like_ids is not None:
-            if not self.prefixes.can_share:
-                return Cost(sum(v.tokens_read_whole for v in _variations(asked)))
-            return Cost(sum(account.learn(v.like_ids) + v.tokens_read for v in _variations(asked)))
-        tokens = asked.count * sum(e.tokens_read(asked.length) for e in asked.examples)
-        once = self.price_of_prefixes(asked.examples, account, asked.count)
-        if not self.prefixes.can_share:
-            tokens, once = tokens + once, 0
+        rows = self._rows(asked)
+        tokens = sum(row.length for row in rows)
+        once = sum(account.learn(ids) for ids in dict.fromkeys(row.prefix_ids for row in rows))
+        if self._keeps_prompt(asked):
+            for row in rows:
+                account.learn(_whole_ids(asked.prompts, row.example))  # part of its tokens
         return Cost(tokens + once, tokens if asked.has_gradient else 0)
 
-    def price_of_prefixes(
-        self, examples: Sequence[Example], account: Account, count: int = 1
-    ) -> int:
-        """Tokens read for what stands before the prompts: once, or in each of `count` rows."""
-        if not self.prefixes.can_share:
-            return count * sum(len(example.context.prefix_ids) for example in examples)
-        return sum(account.learn(prefix_ids) for prefix_ids in by_prefix(examples))
+    def price_of_prefixes(self, examples: Sequence[Example], account: Account) -> int:
+        """Tokens read for what stands before one prompt in these examples."""
+        prefixes = [example.context.prefix_ids for example in examples]
+        if not self.lm.can_share:
+            return sum(map(len, prefixes))
+        return sum(account.learn(ids) for ids in dict.fromkeys(prefixes))
+
+    def _rows(self, asked: Pass) -> list[Row]:
+        """The rows of a pass, prompt by prompt; planned once."""
+        rows: list[Row] | None = asked.__dict__.get("_rows")
+        if rows is None:
+            can_share, size = self.lm.can_share, asked.length
+            rows = []
+            for prompt in range(asked.count):
+                rows += rows_of_prompt(prompt, size, asked.examples, can_share)
+            # A penalty is on whole prompts: it needs what the LM makes of all of their tokens.
+            if asked.like_ids is not None and can_share and self._fluency is None:
+                rows = self._varied(asked, rows)
+            asked.__dict__["_rows"] = rows
+        return rows
+
+    def _varied(self, asked: Pass, rows: Sequence[Row]) -> list[Row]:
+        """The rows of variations of a prompt: each is read from its first difference on."""
+        differs = asked.prompts != asked.like_ids  # (C, N)
+        # One that is the prompt itself needs the logits of its last token.
+        first = torch.where(differs.any(-1), differs.int().argmax(-1), asked.length - 1).tolist()
+        if not self.lm.can_pack:  # all as one plain batch
+            first = [min(first)] * len(first)
+        known: dict[Example, tuple[list[int], tuple[int, ...]]] = {}
+        for example in asked.examples:
+            positions = example.context.positions(asked.length)
+            starts = [len(example.context.start_ids) + positions[i] for i in first]
+            known[example] = starts, _whole_ids(asked.like_ids, example)[: max(starts)]
+        return [
+            replace(row, prefix_ids=prefix_ids, start=starts[row.prompt])
+            for row in rows
+            for starts, prefix_ids in [known[row.example]]
+        ]
+
+    def _keeps_prompt(self, asked: Pass) -> bool:
+        """Whether the keys and values of a prompt are kept from the pass for its gradient."""
+        is_own_dtype = self.lm.precision.dtype is None
+        return asked.swaps is not None and self.lm.can_pack and is_own_dtype
 
     # ---- reading
 
     def __call__(self, passes: Sequence[Pass]) -> list[Scores]:
         """Scores of passes, in their order."""
         kinds: dict[object, list[int]] = {}
-        scores: dict[int, Scores] = {}
         for i, asked in enumerate(passes):
-            if asked.like_ids is not None:
-                scores[i] = self._read_variations(asked)
-            else:
-                kinds.setdefault(self._kind(asked), []).append(i)
+            kinds.setdefault(self._kind(asked), []).append(i)
+        prefixes = {row.prefix_ids: 0 for p in passes for row in self._rows(p) if row.start}
+        self.prefixes.read(list(prefixes))  # all that are new, together
+        scores: dict[int, Scores] = {}
         for members in kinds.values():
             read = self._read([passes[i] for i in members])
             scores.update(zip(members, read, strict=True))
-        return [scores[i] for i in range(len(passes))]
+        return _brought_to_host([scores[i] for i in range(len(passes))])
 
     def _kind(self, asked: Pass) -> object:
         """What passes must have in common to be rows of one batch."""
         next_tau = None if asked.next_token is None else asked.next_token.tau
         scale = asked.norm_gradient_scale if asked.has_gradient else 1.0
-        decode = (asked.teacher_forcing, next_tau)
-        return asked.loss, decode, asked.has_gradient, scale, asked.length
-
-    def _read_variations(self, asked: Pass) -> Scores:
-        read = [
-            score_variations(self.lm, self.prefixes, v, asked.loss, weights, self._fluency)
-            for v, weights in zip(_variations(asked), _weights_of(asked), strict=True)
-        ]
-        losses = torch.stack([part for part, _ in read]).mean(0)
-        return Scores(losses.cpu(), torch.cat([ids for _, ids in read], dim=1).cpu())
+        return asked.loss, asked.teacher_forcing, next_tau, asked.has_gradient, scale
 
     def _read(self, passes: Sequence[Pass]) -> list[Scores]:
         """Passes of one kind."""
-        embeds = self._embeds(passes)  # (C, N, d) each
-        prompts = torch.cat(embeds)
-        examples: list[Example] = []
-        owners: list[int] = []  # whose prompt each row is
-        weights: list[Tensor | None] = []
-        first = 0
+        kind, lm = passes[0], self.lm
+        rows, count, tokens = [], 0, 0
         for asked in passes:
-            for prompt in range(first, first + asked.count):
-                examples += asked.examples
-                owners += [prompt] * len(asked.examples)
-                weights += _weights_of(asked)
-            first += asked.count
-        parts, order = [], []
-        for prefix_ids, rows in by_prefix(examples).items():
-            chosen = [owners[row] for row in rows]
-            is_all = chosen == list(range(len(prompts)))
-            reads_next = self._next_embeds(passes, chosen)
-            losses, output_ids = self._row_losses(
-                passes[0],
-                prompts if is_all else prompts[chosen],
-                tuple(examples[row] for row in rows),
-                [weights[row] for row in rows],
-                prefix_ids,
-                reads_next,
-            )
-            parts.append(losses)
-            order += [(row, ids) for row, ids in zip(rows, output_ids, strict=True)]
-        losses = torch.cat(parts)
-        if len(parts) > 1:
-            places = torch.tensor([row for row, _ in order], device=losses.device)
-            losses = losses[places.argsort()]
-        said = dict(order)
-        gradients = self._token_gradients(passes, embeds, losses)
-        scores, start = [], 0
-        for asked, gradient in zip(passes, gradients, strict=True):
-            width = len(asked.examples)
-            own = losses[start : start + asked.count * width].view(asked.count, width)
-            rows_of = range(start, start + asked.count * width)
-            ids = [said[row][: len(examples[row].ids)] for row in rows_of]
-            output_ids = torch.cat(ids).view(asked.count, -1)
-            mean = own.mean(1) if width > 1 else own[:, 0]
-            start += asked.count * width
-            if not asked.has_gradient or gradient is not None:
-                mean, output_ids = mean.detach().cpu(), output_ids.cpu()
-            scores.append(Scores(mean, output_ids, gradient))
-        return scores
-
-    def _embeds(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Prompts as the LM reads them, (C, N, d); with a penalty, products with its matrix."""
-        soft = [i for i, asked in enumerate(passes) if isinstance(asked.prompts, SoftPrompt)]
-        prompts = [p.prompts for p in passes if isinstance(p.prompts, SoftPrompt)]
-        made = dict(zip(soft, soft_embeds(prompts, self._matrix), strict=True))
-        for i, asked in enumerate(passes):
-            if isinstance(asked.prompts, SoftPrompt):
-                continue
-            rows = asked.prompts
-            if not rows.is_floating_point():
-                ids = rows.to(self.lm.device)
-                rows = self.lm.embed(ids) if self._fluency is None else self._fluency.rows(ids)
-                rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-                if asked.token_gradient:
-                    rows = rows.detach().clone().requires_grad_()
-            made[i] = rows
-        return [made[i] for i in range(len(passes))]
-
-    def _row_losses(
-        self,
-        kind: Pass,
-        prompt_embeds: Tensor,
-        examples: tuple[Example, ...],
-        token_weights: list[Tensor | None],
-        prefix_ids: tuple[int, ...],
-        next_embeds: "RowNextEmbeds | None",
-    ) -> tuple[Tensor, Tensor]:
-        """Losses, (R,), and what was decoded, (R, M), of rows that begin with one prefix."""
-        lm = self.lm
-        batch: Batch = lay_out(examples, kind.length, lm.device)
-        kept = self.prefixes.read(prefix_ids)
-        prefix = None if kept is None else kept.prefix
-        weights = batch.mask
-        if any(own is not None for own in token_weights):
-            weights = weights.to(prompt_embeds.dtype)
-            for row, own in enumerate(token_weights):
-                if own is not None:
-                    weights[row, : len(own)] = own.to(weights)
-
-        def reads_next(rows: Rows) -> NextEmbeds:
-            assert next_embeds is not None
-            return lambda logits, step: next_embeds(rows, logits, step)
-
-        def score(embeds: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            if kind.teacher_forcing:
-                logits = batch.forced(lm, embeds, rows, prefix)
-            else:
-                chosen = None if next_embeds is None else reads_next
-                logits = batch.free(lm, embeds, rows, prefix, chosen)
-            losses = target_loss(kind.loss, logits, batch.target_ids[rows], weights[rows])
-            return losses, logits.detach().argmax(-1)
-
-        width = batch.target_ids.shape[1]
-        fluency = self._fluency
-        final: Score = score if fluency is None else fluency.added_to(score, width - 1)
+            rows += [
+                replace(row, prompt=count + row.prompt, first=tokens + row.first)
+                for row in self._rows(asked)
+            ]
+            count, tokens = count + asked.count, tokens + asked.count * asked.length
+        is_fleeting = any(asked.like_ids is not None for asked in passes)
+        batch = (Batch if is_fleeting else lay_out)(tuple(rows), lm.device)
+        prompts = self._prompts(passes)  # (C, N, d) each
+        reading = Reading(
+            lm,
+            self.prefixes,
+            batch,
+            kind.loss,
+            self._weights(passes, batch),
+            kind.teacher_forcing,
+            None if kind.next_token is None else self._next_embeds(passes, batch),
+            self._fluency,
+            self._kept_prompts(passes, batch) if self._keeps_prompt(kind) else None,
+        )
         scale = kind.norm_gradient_scale if self._scale is None else self._scale
         with scaled_norm_gradients(lm, scale if kind.has_gradient else 1.0):
-            result: tuple[Tensor, Tensor] = _RowLosses.apply(
-                prompt_embeds, lm, final, batch.tokens, width
-            )  # type: ignore[no-untyped-call]
-        return result
+            losses, said = reading.losses(torch.cat([own.flatten(0, 1) for own in prompts]))
+        losses, said = losses[batch.places], said[batch.target_places]
+        parts = losses.split([asked.count * len(asked.examples) for asked in passes])
+        means = [own.view(p.count, -1).mean(1) for p, own in zip(passes, parts, strict=True)]
+        parts = said.split([asked.count * asked.target_length for asked in passes])
+        outputs = [own.view(p.count, -1) for p, own in zip(passes, parts, strict=True)]
+        swaps = self._swaps(passes, prompts, means)
+        return [Scores(*one) for one in zip(means, outputs, swaps, strict=True)]
 
-    def _next_embeds(self, passes: Sequence[Pass], owners: Sequence[int]) -> "RowNextEmbeds | None":
-        """Draws the relaxed next token of free runs, (r, 1, V) logits to (r, 1, d)."""
-        if passes[0].next_token is None:
+    def _prompts(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Prompts as the LM reads them, (C, N, d); with a penalty, products with its matrix."""
+        soft = [p.prompts for p in passes if isinstance(p.prompts, SoftPrompt)]
+        made = iter(soft_embeds(soft, self._matrix))
+        is_discrete = [
+            isinstance(p.prompts, Tensor) and not p.prompts.is_floating_point() for p in passes
+        ]
+        ids = [p.prompts for p, yes in zip(passes, is_discrete, strict=True) if yes]
+        on_device = iter(_copied(ids, self.lm.device))
+        found: list[Tensor] = []
+        for asked, yes in zip(passes, is_discrete, strict=True):
+            rows = next(made) if isinstance(asked.prompts, SoftPrompt) else asked.prompts
+            if yes:
+                own = next(on_device)
+                rows = self.lm.embed(own) if self._fluency is None else self._fluency.rows(own)
+                rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+                if asked.swaps is not None:
+                    rows = rows.detach().clone().requires_grad_()
+            found.append(rows)
+        return found
+
+    def _weights(self, passes: Sequence[Pass], batch: Batch) -> Tensor | None:
+        """Weights of the target tokens of all rows, (m,); None where all are the same."""
+        if all(asked.token_weights is None for asked in passes):
             return None
-        tau, index = passes[0].next_token.tau, torch.tensor(owners, device=self.lm.device)
+        given = []
+        for asked in passes:
+            own = asked.token_weights
+            given += [torch.ones(asked.target_length) if own is None else own] * asked.count
+        weights = torch.cat(given).to(self.lm.device)
+        return torch.empty_like(weights).index_copy_(0, batch.target_places, weights)
 
-        def next_embeds(rows: Rows, logits: Tensor, step: int) -> Tensor:
-            # The noise of all prompts, then some rows of it: they need not be whole slots.
-            noise = [
-                gumbel_noise(
-                    asked.next_token.seed,
-                    (asked.count, 1, logits.shape[-1]),
-                    logits.device,
-                    logits.dtype,
-                    step,
-                )
-                for asked in passes
-                if asked.next_token is not None
-            ]
-            relaxed = gumbel_softmax(
-                logits, logits.new_tensor([tau]), torch.cat(noise)[index[rows]]
-            )
-            matrix = self.lm.embedding_matrix[: relaxed.shape[-1]]
-            embeds: Tensor = relaxed @ matrix.to(relaxed.dtype)
-            return embeds
+    def _next_embeds(self, passes: Sequence[Pass], batch: Batch) -> Callable[[slice], NextEmbeds]:
+        """Draws the relaxed next tokens of free runs, (r, 1, V) logits to (r, 1, d)."""
+        owners = torch.tensor([row.prompt for row in batch.rows], device=self.lm.device)
+        asked = [(p.next_token, p.count) for p in passes if p.next_token is not None]
 
-        return next_embeds
+        def of_rows(rows: slice) -> NextEmbeds:
+            def next_embeds(logits: Tensor, step: int) -> Tensor:
+                # The noise of all prompts, then some rows of it: they need not be whole slots.
+                width, like = logits.shape[-1], (logits.device, logits.dtype)
+                noise = [gumbel_noise(n.seed, (count, 1, width), *like, step) for n, count in asked]
+                tau = logits.new_tensor([asked[0][0].tau])
+                relaxed = gumbel_softmax(logits, tau, torch.cat(noise)[owners[rows]])
+                embeds: Tensor = relaxed @ self.lm.embedding_matrix[:width].to(relaxed.dtype)
+                return embeds
 
-    def _token_gradients(
-        self, passes: Sequence[Pass], embeds: Sequence[Tensor], losses: Tensor
+            return next_embeds
+
+        return of_rows
+
+    def _kept_prompts(self, passes: Sequence[Pass], batch: Batch) -> Callable[[int, Layers], None]:
+        """Keeps the prompts that are read for their gradient, each the only one of its pass."""
+
+        def keep(row: int, layers: Layers) -> None:
+            read = batch.rows[row]
+            whole_ids = _whole_ids(passes[read.prompt].prompts, read.example)
+            known = self.prefixes.read([read.prefix_ids])[0] if read.start else None
+            own_ids = whole_ids[read.start :]
+            cut = [(k[:, :, : len(own_ids)], v[:, :, : len(own_ids)]) for k, v in layers]
+            self.prefixes.keep(whole_ids, Prefix.joined(known, own_ids, cut))
+
+        return keep
+
+    def _swaps(
+        self, passes: Sequence[Pass], prompts: Sequence[Tensor], losses: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Gradients with respect to one-hot rows, (N, V), from one product with the matrix."""
-        asking = [i for i, asked in enumerate(passes) if asked.token_gradient]
+        """The tokens of steepest descent, from one product with the matrix, (N, K) each."""
+        asking = [i for i, asked in enumerate(passes) if asked.swaps is not None]
         if not asking:
             return [None] * len(passes)
-        counts = [asked.count * len(asked.examples) for asked in passes]
-        parts = torch.split(losses, counts)
-        total = torch.stack([parts[i].mean() for i in asking]).sum()
-        by_embeds = torch.autograd.grad(total, [embeds[i] for i in asking])
-        rows = torch.cat(by_embeds)  # (B, N, d)
-        by_token = rows @ self._matrix.to(rows.dtype).T  # (B, N, V)
-        found = dict(zip(asking, by_token, strict=True))
+        total = torch.cat([losses[i] for i in asking]).sum()
+        by_embeds = torch.autograd.grad(total, [prompts[i] for i in asking])
+        rows = torch.cat([gradient[0] for gradient in by_embeds])  # (B * N, d)
+        promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
+        wanted = [swaps for asked in passes if (swaps := asked.swaps) is not None]
+        lengths = [passes[i].length for i in asking]
+        barred, first = [], 0
+        for swaps, own in zip(wanted, promises.split(lengths), strict=True):
+            swaps.tokens.bar_(own)
+            if swaps.barred is not None:
+                barred.append(swaps.barred + torch.tensor([first, 0]))
+            first += len(own)
+        if barred:
+            positions, ids = torch.cat(barred).to(promises.device).T
+            promises[positions, wanted[0].tokens.columns(ids)] = -torch.inf
+        most = min(max(swaps.count for swaps in wanted), promises.shape[1])
+        gains, columns = promises.topk(most, dim=-1)
+        swap_ids = wanted[0].tokens.ids(columns).masked_fill(gains.isneginf(), NO_SWAP)
+        found = dict(zip(asking, swap_ids.split(lengths), strict=True))
         return [found.get(i) for i in range(len(passes))]
 
 
-# Draws what a free run of some of the rows reads next: the rows, a step's logits and its index.
-RowNextEmbeds = Callable[[Rows, Tensor, int], Tensor]
+def _whole_ids(prompt: Tensor | SoftPrompt | None, example: Example) -> tuple[int, ...]:
+    """All ids that the LM reads of one discrete prompt, (N,) or (1, N), in its context."""
+    assert isinstance(prompt, Tensor)
+    return example.context.ids(prompt.flatten().tolist())
 
 
-def _variations(asked: Pass) -> list[Variations]:
-    """How the prompts of a pass are read with each of its examples; planned once."""
-    planned: list[Variations] | None = asked.__dict__.get("_variations")
-    if planned is None:
-        assert isinstance(asked.prompts, Tensor)
-        assert asked.like_ids is not None
-        planned = [Variations.of(asked.prompts, asked.like_ids, e) for e in asked.examples]
-        asked.__dict__["_variations"] = planned
-    return planned
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Ids on a device, in one copy."""
+    if not tensors or all(one.device == device for one in tensors):
+        return list(tensors)
+    flat = torch.cat([one.flatten() for one in tensors]).to(device)
+    parts = flat.split([one.numel() for one in tensors])
+    return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
 
 
-def _weights_of(asked: Pass) -> list[Tensor | None]:
-    """The weights of a pass by example."""
-    if asked.token_weights is None:
-        return [None] * len(asked.examples)
-    return list(torch.split(asked.token_weights, [len(e.ids) for e in asked.examples]))
-
-
-class _RowLosses(torch.autograd.Function):
-    """Losses of rows; the forward pass already holds their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, embeds: Tensor, lm: FrozenLM, score: Score, tokens: int, target_length: int
-    ) -> tuple[Tensor, Tensor]:
-        wants_gradient: bool = ctx.needs_input_grad[0]
-        losses = embeds.new_empty(len(embeds))
-        output_ids = torch.empty(
-            len(embeds), target_length, dtype=torch.int64, device=embeds.device
-        )
-        gradients = torch.empty_like(embeds) if wants_gradient else None
-        scale = _HALF_SCALE if torch.float16 in (lm.dtype, lm.precision.dtype) else 1.0
-
-        def work(rows: slice) -> None:
-            with torch.set_grad_enabled(wants_gradient):
-                part = embeds[rows].detach().requires_grad_(wants_gradient)
-                row_losses, output_ids[rows] = score(part, rows)
-                losses[rows] = row_losses.detach()
-                if gradients is not None:
-                    [gradient] = torch.autograd.grad(row_losses.sum() * scale, part)
-                    gradients[rows] = gradient / scale
-
-        lm.rows_per_pass.run(lm, len(embeds), tokens, target_length, work, wants_gradient)
-        ctx.gradients = gradients
-        ctx.mark_non_differentiable(output_ids)
-        return losses, output_ids
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.gradients * by_loss[:, None, None], None, None, None, None
+def _brought_to_host(scores: Sequence[Scores]) -> list[Scores]:
+    """Scores that nobody descends on, with all that they hold on the CPU, in one copy."""
+    is_moved = [not one.losses.requires_grad or one.swap_ids is not None for one in scores]
+    held: list[Tensor] = []
+    for one, yes in zip(scores, is_moved, strict=True):
+        parts = (one.losses.detach(), one.output_ids, one.swap_ids)
+        held += [part for part in parts if part is not None] if yes else []
+    if held and held[0].device.type != "cpu":
+        # Ids are exact in float32: there are fewer than 2**24 of them.
+        flat = torch.cat([part.flatten().to(held[0].dtype) for part in held]).cpu()
+        parts = flat.split([part.numel() for part in held])
+        held = [new.view(old.shape).to(old.dtype) for new, old in zip(parts, held, strict=True)]
+    back = iter(held)
+    return [
+        Scores(next(back), next(back), None if one.swap_ids is None else next(back)) if yes else one
+        for one, yes in zip(scores, is_moved, strict=True)
+    ]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.metrics import lcs_ratio
-from dlmi.scoring.batch import by_prefix, lay_out
-from dlmi.scoring.losses import target_loss
+from dlmi.scoring.batch import Batch, rows_of_prompt
+from dlmi.scoring.losses import leads, token_losses
 from dlmi.scoring.prefixes import PrefixStore
 from dlmi.scoring.reasoning import tokens_to_write, write_reasoning
 from dlmi.targets.context import Example
@@ -103,7 +103,6 @@ def read_examples(
         reasoned_ids: The discrete prompts that the LM reasons after, (R, N), where `prompts` are
             embeddings and examples ask for reasoning.
     """
-    store = store or PrefixStore(lm, size=len(by_prefix(examples)))
     is_soft = prompts.is_floating_point()
     written: list[tuple[int, ...]] = [()] * len(examples)
     if any(example.context.reasoning for example in examples):
@@ -111,37 +110,37 @@ def read_examples(
         assert ids is not None
         written = write_reasoning(lm, ids.tolist(), examples)
     done = [example.after(ids) for example, ids in zip(examples, written, strict=True)]
+    size = prompts.shape[1]
+    rows = [rows_of_prompt(i, size, [example], lm.can_share)[0] for i, example in enumerate(done)]
+    batch = Batch(rows, lm.device)
+    store = store or PrefixStore(lm, size=len(batch.groups))
+    prompts = prompts.to(lm.device)
+    inputs = batch.gather(lm, (prompts if is_soft else lm.embed(prompts)).flatten(0, 1))
     found: dict[int, ExampleReading] = {}
-    for prefix_ids, members in by_prefix(done).items():
-        kept = store.read(prefix_ids)
-        prefix = None if kept is None else kept.prefix
-        batch = lay_out(tuple(done[i] for i in members), prompts.shape[1], lm.device)
-        mine = prompts[members].to(lm.device)
+    for group in batch.groups:
+        first = batch.rows[group.start]
+        length, keep = first.length, len(first.example.ids)
+        prefix = batch.prefix(group, store)
 
-        def work(rows: slice, mine: Tensor = mine, members: Sequence[int] = members) -> None:
-            embeds = mine[rows] if is_soft else lm.embed(mine[rows])
-            logits, greedy_ids = batch.forced_and_greedy(lm, embeds, rows, prefix)  # noqa: B023
-            target_ids, mask = batch.target_ids[rows], batch.mask[rows]  # noqa: B023
-            losses = target_loss("cross_entropy", logits, target_ids, mask).tolist()
-            margins = _margins(logits, target_ids, mask).tolist()
-            columns = (greedy_ids.tolist(), logits.argmax(-1).tolist(), losses, margins)
-            for i, *values in zip(members[rows], *columns, strict=True):
-                length = len(done[i].ids)
-                greedy, forced, loss, margin = values
-                found[i] = ExampleReading(
-                    tuple(greedy[:length]), tuple(forced[:length]), loss, margin, written[i]
+        def work(
+            cut: slice, start: int = group.start, shape: tuple[int, int] = (length, keep)
+        ) -> None:
+            rows, (length, keep) = slice(start + cut.start, start + cut.stop), shape
+            embeds = inputs[batch.tokens(rows)].view(-1, length, inputs.shape[-1])
+            target_ids = batch.target_ids[batch.targets(rows)].view(-1, keep)
+            prompt_embeds = embeds[:, : length - keep + 1]
+            logits, greedy_ids = lm.forced_and_greedy(prompt_embeds, target_ids, prefix)  # noqa: B023
+            losses = token_losses("cross_entropy", logits, target_ids).mean(-1)
+            margins = leads(logits, target_ids).amin(-1)
+            columns = (greedy_ids, logits.argmax(-1), losses, margins)
+            values = zip(batch.rows[rows], *(column.tolist() for column in columns), strict=True)
+            for row, greedy, forced, loss, margin in values:
+                found[row.prompt] = ExampleReading(
+                    tuple(greedy), tuple(forced), loss, margin, written[row.prompt]
                 )
 
-        lm.rows_per_pass.run(lm, len(members), batch.tokens, batch.target_ids.shape[1], work)
+        lm.rows_per_pass.run(lm, group.stop - group.start, length, keep, work)
     return [found[i] for i in range(len(examples))]
-
-
-def _margins(logits: Tensor, target_ids: Tensor, mask: Tensor) -> Tensor:
-    """Of each row the smallest lead of a target token over its best rival, (R,)."""
-    index = target_ids[..., None]
-    rivals = logits.scatter(-1, index, -torch.inf).amax(-1)  # (R, M)
-    leads = logits.gather(-1, index).squeeze(-1) - rivals
-    return leads.masked_fill(~mask, torch.inf).amin(-1)
 
 
 def evaluate(

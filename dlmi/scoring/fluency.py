@@ -22,7 +22,7 @@ U rows of the head, d width of an embedding, h width of a hidden state.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,9 +32,6 @@ from torch.nn import functional as F
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.tokens.vocabulary import Vocabulary
-
-# Prompts of some rows, (r, N, d), to their losses, (r,), and what was decoded, (r, M).
-Score = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 _HELD_ENTRIES = 2**22  # of logits that are held at once: 16 MiB in float32
 
@@ -77,46 +74,14 @@ class Fluency:
         """The rows of `matrix` that stand for tokens, of any shape."""
         return F.embedding(self.vocabulary.columns(ids), self.matrix)
 
-    def added_to(self, score: Score, after: int) -> Score:
-        """A score of products with `matrix` that has the penalty added.
+    def penalty(self, states: Tensor, readouts: Tensor) -> Tensor:
+        """What is added to the losses of rows, (R,).
 
         Args:
-            score: Sends embeddings through the LM, in one pass or in several one after the other.
-            after: Positions that the LM reads after the prompt.
+            states: The LM's hidden states before the second to last prompt token, (R, N - 1, h).
+            readouts: Of all prompt tokens, (R, N, h) or (R, N, h + 1).
         """
-
-        def penalised(rows: Tensor, cut: slice) -> tuple[Tensor, Tensor]:
-            embeds, readouts = self.split(rows)
-            with reading_states(self._lm) as seen:
-                losses, output_ids = score(embeds, cut)
-            states = torch.cat(seen, dim=1)  # (r, L, h)
-            last = states.shape[1] - after - 1  # position of the prompt's last token
-            states = states[:, last - rows.shape[1] + 1 : last]
-            costs = self.token_costs(states, readouts[:, 1:])
-            return losses + self.weight * costs.mean(-1), output_ids
-
-        return penalised
-
-    def of_variations(self, ids: Tensor, shared_states: Tensor, own_states: Tensor) -> Tensor:
-        """The penalty on discrete prompts that share their first tokens.
-
-        Args:
-            ids: (C, N).
-            shared_states: Hidden states of the tokens that all share, (1, n, h).
-            own_states: Of the others, and of what comes after them, (C, N - n .., h).
-
-        Returns:
-            (C,).
-        """
-        shared, length = shared_states.shape[1], ids.shape[1]
-        _, readouts = self.split(self.rows(ids[:, 1:]))
-        # What only shared tokens tell is the same for all: the cost of tokens 2 to n.
-        known = max(shared - 1, 0)
-        common = self.token_costs(shared_states[:, :known], readouts[:1, :known])
-        last_shared = shared_states[:, known:].expand(len(ids), -1, -1)
-        states = torch.cat([last_shared, own_states[:, : length - 1 - shared]], dim=1)
-        costs = self.token_costs(states, readouts[:, known:])
-        return self.weight * (common.sum(-1) + costs.sum(-1)) / (length - 1)
+        return self.weight * self.token_costs(states, readouts[:, 1:]).mean(-1)
 
     def token_costs(self, states: Tensor, readouts: Tensor) -> Tensor:
         """The cross-entropy of each token under the LM.

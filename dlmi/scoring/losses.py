@@ -1,6 +1,6 @@
-"""Losses over the logits at the target positions, one number per row.
+"""Losses of target tokens, from the logits at the positions that predict them.
 
-Axes: R rows, M target positions (rows shorter than M are padded), V logits.
+Axes: V logits; all others are free.
 """
 
 from collections.abc import Callable
@@ -13,31 +13,27 @@ from torch.nn import functional as F
 LossName = Literal["cross_entropy", "margin", "hinge"]
 
 
-def target_mask(lengths: Tensor, width: int) -> Tensor:
-    """True where a padded target has a real token: (R,) lengths to (R, width)."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
-
-
-def target_loss(name: LossName, logits: Tensor, target_ids: Tensor, weights: Tensor) -> Tensor:
-    """Mean over each row's own target tokens of a loss per token.
+def token_losses(name: LossName, logits: Tensor, target_ids: Tensor) -> Tensor:
+    """The loss of each target token: (..., V) logits and (...) ids to (...).
 
     Args:
         name: `cross_entropy`: -log q(y). `margin`: max log q - log q(y), which is 0 where the
             target is the argmax (SODA). `hinge`: max(0, 1 + best other logit - target logit),
             which goes on until the target leads by a margin of 1.
-        logits: (R, M, V).
-        target_ids: (R, M).
-        weights: How much each position counts, (R, M); or a mask, True at those that count.
-
-    Returns:
-        (R,).
+        logits: Of the positions that predict the tokens.
+        target_ids: The tokens.
     """
-    per_token = _PER_TOKEN[name](logits, target_ids)  # (R, M)
-    return (per_token * weights).sum(-1) / weights.sum(-1)
+    return _PER_TOKEN[name](logits, target_ids)
+
+
+def leads(logits: Tensor, target_ids: Tensor) -> Tensor:
+    """How far the logit of each target token lies above its best rival's."""
+    rivals = logits.scatter(-1, target_ids[..., None], -torch.inf).amax(-1)
+    return _target_logits(logits, target_ids) - rivals
 
 
 def _cross_entropy(logits: Tensor, target_ids: Tensor) -> Tensor:
-    flat = F.cross_entropy(logits.flatten(0, 1), target_ids.flatten(), reduction="none")
+    flat = F.cross_entropy(logits.flatten(0, -2), target_ids.flatten(), reduction="none")
     return flat.view_as(target_ids)
 
 
@@ -47,8 +43,7 @@ def _margin(logits: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def _hinge(logits: Tensor, target_ids: Tensor) -> Tensor:
-    others = logits.scatter(-1, target_ids[..., None], -torch.inf).amax(-1)
-    return F.relu(1 + others - _target_logits(logits, target_ids))
+    return F.relu(1 - leads(logits, target_ids))
 
 
 def _target_logits(logits: Tensor, target_ids: Tensor) -> Tensor:

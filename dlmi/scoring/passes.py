@@ -23,10 +23,12 @@ from torch import Tensor
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.scoring.losses import LossName
 from dlmi.targets.context import Example, common_beginning
+from dlmi.tokens.vocabulary import TargetTokens
 
 T = TypeVar("T")
 
 REMEMBERED = 4  # beginnings that a slot has read, the latest ones
+NO_SWAP = -1  # in place of a token
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,21 @@ class RelaxedNextToken:
 
 
 @dataclass(frozen=True, eq=False)
+class Swaps:
+    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt.
+
+    Attributes:
+        tokens: What the prompt may hold.
+        count: How many are wanted at each position, K.
+        barred: Positions and tokens that are not, (.., 2).
+    """
+
+    tokens: TargetTokens
+    count: int
+    barred: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Pass:
     """Prompts of one slot that the LM is to read.
 
@@ -73,7 +90,7 @@ class Pass:
         loss: Which loss.
         teacher_forcing: Feed the target's own prefix; else run freely.
         next_token: In a free run, what is read next; default: the greedy token.
-        token_gradient: Of one discrete prompt, give the gradient with respect to its one-hot rows.
+        swaps: Of one discrete prompt, ask which tokens the gradient would put into it.
         token_weights: Weight of each target token in the loss, (M,); default: all the same.
         like_ids: A prompt, (N,), that the others are variations of: what they share with it is
             read once.
@@ -85,7 +102,7 @@ class Pass:
     loss: LossName = "cross_entropy"
     teacher_forcing: bool = True
     next_token: RelaxedNextToken | None = None
-    token_gradient: bool = False
+    swaps: Swaps | None = None
     token_weights: Tensor | None = None
     like_ids: Tensor | None = None
     norm_gradient_scale: float = 1.0
@@ -106,7 +123,12 @@ class Pass:
         """Whether a gradient comes back through the LM."""
         if isinstance(self.prompts, SoftPrompt):
             return self.prompts.logits.requires_grad
-        return self.token_gradient or self.prompts.requires_grad
+        return self.swaps is not None or self.prompts.requires_grad
+
+    @property
+    def target_length(self) -> int:
+        """Tokens to be said in all examples, M."""
+        return sum(len(example.ids) for example in self.examples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +139,13 @@ class Scores:
         losses: Of each prompt, (C,), with a graph where the prompts have one.
         output_ids: What the pass itself decoded after each, (C, M); of several examples, their
             outputs concatenated.
-        token_gradient: Of the loss with respect to one-hot rows, (N, V), where it was asked for.
+        swap_ids: Where it was asked for, the tokens that lower the loss most, to first order, at
+            each position, (N, K); `NO_SWAP` where there are fewer.
     """
 
     losses: Tensor
     output_ids: Tensor
-    token_gradient: Tensor | None = None
+    swap_ids: Tensor | None = None
 
 
 Steps = Generator[Pass, Scores, T]

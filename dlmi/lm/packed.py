@@ -1,0 +1,223 @@
+"""Rows of any lengths in one pass, without padding, behind beginnings whose keys are kept.
+
+The rows lie one after the other in a single sequence, so norms, projections, MLPs and the head see
+real tokens only. Attention alone is laid out as (prefixes, rows, tokens): each query reads the keys
+of its row's prefix, which all rows behind it share and nobody copies, up to the tokens that the row
+has in common with it, and then its own row, causally. One softmax runs over both. Padding stands on
+the right, where no query of a real token looks.
+
+The function is registered with transformers' `AttentionInterface` and named in the model's config
+for the pass alone. Gradients go through it.
+
+Axes: B prefixes, C rows behind one, T tokens of a row, L packed tokens, W tokens of a prefix, K key
+heads, G query heads of a key head, h head width, V logits.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+
+from dlmi.lm.prefix import Layers, Prefix
+
+_NAME = "dlmi_packed"
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """How a row lies.
+
+    Attributes:
+        length: Tokens that are read.
+        keep: At how many of the last ones logits are wanted.
+        prefix: Which prefix it stands behind.
+        shared: How many first tokens of that prefix it sees.
+    """
+
+    length: int
+    keep: int
+    prefix: int = 0
+    shared: int = 0
+
+
+class PackedPass:
+    """One pass over rows, laid out once for all layers.
+
+    Args:
+        rows: In the order in which their tokens are packed.
+        prefixes: Keys and values of what stands before them, one row each.
+        device: Where the pass runs.
+        captures: Whether to keep the keys and values of the rows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PackedRow],
+        prefixes: Sequence[Layers],
+        device: torch.device,
+        captures: bool = False,
+    ) -> None:
+        lengths, keep, prefix, shared = torch.tensor(
+            [(row.length, row.keep, row.prefix, row.shared) for row in rows]
+        ).T
+        self._lengths: list[int] = lengths.tolist()
+        self._captured: list[tuple[Tensor, Tensor]] | None = [] if captures else None
+        self._prefixes = prefixes
+        self._width = int(shared.max())
+        counts = prefix.bincount(minlength=1)
+        size = (len(counts), int(counts.max()), int(lengths.max()))  # B, C, T
+        order = prefix.argsort(stable=True)
+        column = torch.empty_like(prefix)
+        column[order] = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[prefix[order]]
+        start = lengths.cumsum(0) - lengths
+        within = torch.arange(int(lengths.sum())) - start.repeat_interleave(lengths)
+        place = (prefix * size[1] + column) * size[2]  # of a row's first token in the layout
+        padded = torch.zeros(size, dtype=torch.long)
+        padded[prefix, column] = start[:, None] + torch.arange(size[2]).clamp_max(
+            lengths[:, None] - 1
+        )
+        seen = torch.zeros(size[:2], dtype=torch.long)
+        seen[prefix, column] = shared
+        ends = (start + lengths - keep.cumsum(0)).repeat_interleave(keep)
+        parts = [
+            shared.repeat_interleave(lengths) + within,  # position ids, (L,)
+            place.repeat_interleave(lengths) + within,  # layout to packed, (L,)
+            ends + torch.arange(len(ends)),  # positions with logits
+            padded.flatten(),  # packed to layout, (B * C * T,)
+            seen.flatten(),  # prefix tokens that each row sees, (B * C,)
+        ]
+        on_device = torch.cat(parts).to(device)  # one copy for all
+        positions, self._unpad, self.kept, self._pad, seen = on_device.split(list(map(len, parts)))
+        self.position_ids = positions[None]
+        self._size = size
+        self._is_even = int(lengths.sum()) == padded.numel() and torch.equal(place, start)
+        self._hidden = self._hidden_keys(seen.view(size[:2]))
+
+    def _hidden_keys(self, seen: Tensor) -> Tensor:
+        """What a query may not look at, (B, 1, C, 1, T, W + T)."""
+        b, c, t = self._size
+        ones = torch.ones(t, t, dtype=torch.bool, device=seen.device)
+        later = ones.triu(1).expand(b, c, t, t)
+        before = torch.arange(self._width, device=seen.device) >= seen[..., None, None]
+        return torch.cat([before.expand(b, c, t, -1), later], dim=-1)[:, None, :, None]
+
+    def _known(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all prefixes, (B, K, W, h); padded where there are several."""
+        pairs = [prefix[layer] for prefix in self._prefixes]
+        if len(pairs) == 1:
+            keys, values = (x[:, :, : self._width] for x in pairs[0])
+        else:
+            keys, values = (
+                pad_sequence([x[0, :, : self._width].transpose(0, 1) for x in both], True)
+                .permute(0, 2, 1, 3)
+                .contiguous()
+                for both in zip(*pairs, strict=True)
+            )
+        return keys.to(like.dtype), values.to(like.dtype)
+
+    def _laid_out(self, packed: Tensor) -> Tensor:
+        """(1, H, L, h) to (B, C, T, H, h)."""
+        rows = packed[0].transpose(0, 1)
+        if not self._is_even:
+            rows = rows.index_select(0, self._pad)
+        return rows.reshape(*self._size, *rows.shape[1:])
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None
+    ) -> Tensor:
+        """(1, K * G, L, h) and twice (1, K, L, h) to (1, L, K * G, h)."""
+        (b, c, t), heads, groups = self._size, key.shape[1], query.shape[1] // key.shape[1]
+        if self._captured is not None:
+            self._captured.append((key.detach(), value.detach()))
+        query = self._laid_out(query * scale).view(b, c, t, heads, groups, -1)
+        query = query.permute(0, 3, 1, 4, 2, 5).reshape(b, heads, c, groups * t, -1)
+        key, value = (self._laid_out(x).permute(0, 3, 1, 2, 4) for x in (key, value))
+        scores = query @ key.transpose(-1, -2)  # (B, K, C, G * T, T)
+        if self._width:
+            known_keys, known_values = self._known(layer, key)
+            before = query.flatten(2, 3) @ known_keys.transpose(-1, -2)
+            scores = torch.cat([before.view(b, heads, c, groups * t, -1), scores], dim=-1)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.view(b, heads, c, groups, t, -1).masked_fill_(self._hidden, -torch.inf)
+        weights = scores.softmax(-1).view(b, heads, c, groups * t, -1).to(value.dtype)
+        mixed = weights[..., self._width :] @ value
+        if self._width:
+            before = weights[..., : self._width].flatten(2, 3) @ known_values
+            mixed = mixed + before.view_as(mixed)
+        mixed = mixed.view(b, heads, c, groups, t, -1).permute(0, 2, 4, 1, 3, 5)
+        mixed = mixed.reshape(b * c * t, heads * groups, -1)
+        return (mixed if self._is_even else mixed.index_select(0, self._unpad))[None]
+
+    def captured(self) -> list[Layers]:
+        """Keys and values of each row, (1, K, T, h), after the pass."""
+        assert self._captured is not None
+        by_layer = [
+            (k.split(self._lengths, 2), v.split(self._lengths, 2)) for k, v in self._captured
+        ]
+        return [[(k[row], v[row]) for k, v in by_layer] for row in range(len(self._lengths))]
+
+
+_running: ContextVar[PackedPass | None] = ContextVar("running", default=None)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
+    now = _running.get()
+    assert now is not None
+    if options.get("sliding_window") or options.get("s_aux") is not None:
+        raise NotImplementedError("A sliding window or an attention sink.")
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    return now.attend(module.layer_idx, query, key, value, scale, options.get("softcap")), None
+
+
+AttentionInterface.register(_NAME, _attention)  # there is no mask of this name: none is built
+
+
+@contextlib.contextmanager
+def packed_attention(model: Any, now: PackedPass) -> Iterator[None]:
+    """Within, the model's attention reads rows as a packed pass lays them out."""
+    config = model.config.get_text_config()
+    usual, token = config._attn_implementation, _running.set(now)
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+        _running.reset(token)
+
+
+@torch.no_grad()
+def packs_right(
+    embeds: Tensor,
+    packed_logits: Callable[..., tuple[Tensor, list[Layers]]],
+    last_logits: Callable[[Tensor, int], Tensor],
+) -> bool:
+    """Whether packed rows, behind a prefix that they share in part, get the logits of plain ones.
+
+    Not where attention does not go through transformers' interface, where a window or a sink
+    changes what is seen, or where a state is handed on from token to token.
+
+    Args:
+        embeds: Of nine tokens, (9, d).
+        packed_logits: Of an LM.
+        last_logits: Of the same.
+    """
+    prefix, rows = embeds[:4], [(4, embeds[4:]), (2, embeds[5:7])]
+    laid_out = [PackedRow(len(own), 1, shared=shared) for shared, own in rows]
+    try:
+        _, [layers] = packed_logits(prefix, [PackedRow(4, 1)], captures=True)
+        known = [Prefix(torch.arange(4), layers)]
+        packed, _ = packed_logits(torch.cat([own for _, own in rows]), laid_out, known)
+    except (NotImplementedError, TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    wholes = [torch.cat([prefix[:shared], own]) for shared, own in rows]
+    plain = torch.cat([last_logits(whole[None], 1)[0] for whole in wholes])
+    return bool((packed - plain).abs().max() <= 0.02 * plain.abs().max().clamp_min(1e-6))
