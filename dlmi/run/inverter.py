@@ -178,7 +178,7 @@ class Inverter(LightningModule):
             self.token_budget,
             self.prompt_length,
             self.method.num_last_prompts,
-            self.engine.prefixes.can_share,
+            self.engine.lm.can_share,
         )
         self._pool = SlotPool(
             self.method,

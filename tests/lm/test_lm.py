@@ -4,7 +4,7 @@ from helpers.tiny_models import KINDS, make_tokenizer
 
 from dlmi import FrozenLM, InputError, load_lm
 from dlmi.lm.norm_gradients import scaled_norm_gradients
-from dlmi.scoring.losses import target_loss
+from dlmi.scoring.losses import token_losses
 from dlmi.tokens.vocabulary import Vocabulary
 
 
@@ -140,14 +140,13 @@ def test_padding_on_the_right_changes_nothing(lm):
 def test_gradient_to_the_prompt_by_finite_differences(lm, teacher_forcing):
     prompt_embeds = lm.embed(random_ids(lm, 1, 3)).clone().requires_grad_()
     target_ids = random_ids(lm, 1, 3, seed=1)
-    mask = torch.ones_like(target_ids, dtype=torch.bool)
 
     def loss(prompt_embeds):
         if teacher_forcing:
             logits = lm.target_logits(prompt_embeds, target_ids)
         else:
             logits = lm.free_run(prompt_embeds, 3)
-        return target_loss("cross_entropy", logits, target_ids, mask)
+        return token_losses("cross_entropy", logits, target_ids).mean(-1)
 
     # Wide steps: the norm layers of transformers compute in float32 even in a float64 model.
     assert torch.autograd.gradcheck(loss, prompt_embeds, eps=1e-3, atol=1e-2, rtol=1e-2)

@@ -12,10 +12,10 @@ from helpers.slots import begin, open_slot, take_steps
 
 from dlmi import InputError, Inverter, load_lm
 from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA, Refined, SwapSearch
-from dlmi.methods.swaps import TRIED, merge_swaps, token_weights
+from dlmi.methods.swaps import merge_swaps, token_weights
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
-from dlmi.scoring.passes import Cost, Pass
+from dlmi.scoring.passes import NO_SWAP, Cost, Pass
 from dlmi.targets.context import NO_CONTEXT, Context
 from dlmi.targets.sources import Sharing
 from dlmi.targets.target import Target, share_prompt
@@ -64,7 +64,7 @@ class Search:
     @property
     def is_stuck(self):
         swaps = self.state.swaps
-        return self.state.waited >= 6 or (swaps is not None and bool((swaps == TRIED).all()))
+        return self.state.waited >= 6 or (swaps is not None and bool((swaps == NO_SWAP).all()))
 
 
 def right_of(lm, prompt_ids, ids):
@@ -247,7 +247,7 @@ def test_where_there_is_no_swap_some_tokens_are_changed_at_random(tiny):
     search = Search(tiny, SwapSearch(width=4, **WHOLE), [4, 5, 6, 7, 8, 9, 10, 11, 12, 13])
     search.step()
     before = search.state.at.ids.clone()
-    search.state.swaps = torch.full((10, 4), TRIED)
+    search.state.swaps = torch.full((10, 4), NO_SWAP)
     search.state.aside = None
     search.step()
     assert 1 <= int((search.state.at.ids != before).sum()) <= 2
@@ -341,7 +341,7 @@ def test_a_slot_pays_for_what_the_lm_reads(tiny, window):
     """All tokens that went through the model, and those of gradients once more."""
     method = SwapSearch(width=6, window=window, horizon=3)
     search = Search(tiny, method, [4, 5, 6, 7, 8, 9, 10, 11, 12], LONG)
-    assert search.engine.prefixes.can_share
+    assert tiny.can_pack
     with counted_calls(tiny) as calls:
         for _ in range(40):
             search.step()

@@ -11,7 +11,7 @@ from dlmi.estimators.score_function import sample_log_probs
 from dlmi.methods import DLMI, GCG, REINFORCE, SwapSearch
 from dlmi.methods.gcg import GCGState
 from dlmi.methods.reinforce import REINFORCEState
-from dlmi.scoring.passes import Scores
+from dlmi.scoring.passes import NO_SWAP, Scores
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 
@@ -42,15 +42,14 @@ def gcg_step(method, vocabulary, losses, right=0):
     slot = open_slot(vocabulary, TARGET, 4)
     steps = method.step(slot, GCGState(X))
     asked = next(steps)
-    assert asked.token_gradient
+    assert asked.swaps.count == 3
     assert asked.like_ids is None
     assert torch.equal(asked.prompts, X[None])
     assert asked.examples == slot.examples
-    gradient = torch.zeros(4, len(vocabulary))
-    gradient[:, vocabulary.columns(torch.tensor([20, 21, 22]))] = -1.0
-    asked = steps.send(Scores(torch.tensor([2.0]), outputs(1), gradient))
+    swap_ids = torch.tensor([20, 21, 22]).repeat(4, 1)
+    asked = steps.send(Scores(torch.tensor([2.0]), outputs(1), swap_ids))
     assert torch.equal(asked.like_ids, X)
-    assert not asked.token_gradient
+    assert asked.swaps is None
     with pytest.raises(StopIteration) as end:
         steps.send(Scores(torch.tensor(losses), outputs(len(losses), right)))
     return asked.prompts, *end.value.value
@@ -84,20 +83,24 @@ def test_gcg_says_when_it_has_found_the_target(vocabulary):
 
 
 def answers(vocabulary, loss, right=lambda ids: 0):
-    """Made-up scores of each prompt; the gradient is the loss of each swap, written out."""
+    """Made-up scores of each prompt; swaps are all that are allowed, the best first."""
 
     def answer(asked):
         width = sum(len(example.ids) for example in asked.examples)
         losses = torch.tensor([loss(ids, width) for ids in asked.prompts.tolist()])
         said = torch.stack([outputs(1, right(ids))[0] for ids in asked.prompts.tolist()])
-        gradient = None
-        if asked.token_gradient:
+        swap_ids = None
+        if asked.swaps is not None:
             [ids] = asked.prompts.tolist()
             swaps = itertools.product(range(len(ids)), vocabulary.token_ids.tolist())
-            gradient = torch.tensor(
+            by_swap = torch.tensor(
                 [loss([*ids[:i], v, *ids[i + 1 :]], width) for i, v in swaps]
             ).view(len(ids), -1)
-        return Scores(losses, said[:, :width], gradient)
+            positions, barred_ids = asked.swaps.barred.T
+            by_swap[positions, vocabulary.columns(barred_ids)] = torch.inf
+            values, columns = by_swap.sort(dim=-1)
+            swap_ids = vocabulary.ids(columns).masked_fill(values.isinf(), NO_SWAP)
+        return Scores(losses, said[:, :width], swap_ids)
 
     return answer
 

@@ -17,7 +17,7 @@ from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion, read_rows
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
-from dlmi.scoring.losses import target_loss
+from dlmi.scoring.losses import token_losses
 from dlmi.scoring.passes import Pass
 from dlmi.scoring.verification import try_row
 from dlmi.targets.context import Context
@@ -107,8 +107,7 @@ def test_the_loss_is_the_mean_over_examples_and_so_is_its_gradient(tiny, teacher
                 logits = tiny.target_logits(whole[None], wanted)
             else:
                 logits = tiny.free_run(whole[None], len(example.ids))
-            mask = torch.ones_like(wanted, dtype=torch.bool)
-            loss = target_loss("cross_entropy", logits, wanted, mask)[0]
+            loss = token_losses("cross_entropy", logits, wanted).mean()
             expected[b, s] = expected[b, s] + loss / len(read[b])
             said += logits[0].argmax(-1).tolist()
         assert found[b].output_ids[s].tolist() == said

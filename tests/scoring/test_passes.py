@@ -17,9 +17,8 @@ from dlmi.lm.memory import RowsPerPass, free_memory, graph_bytes, is_out_of_memo
 from dlmi.methods import ADC, DLMI
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
-from dlmi.scoring.losses import target_loss
+from dlmi.scoring.losses import token_losses
 from dlmi.scoring.passes import Account, Cost, Pass
-from dlmi.scoring.shared_prefix import group_by_shared
 from dlmi.targets.target import Target, with_start_ids
 from dlmi.tokens.vocabulary import Vocabulary
 
@@ -59,8 +58,7 @@ def test_a_pass_in_cuts_gives_what_one_graph_gives(
             if teacher_forcing
             else tiny.free_run(row, target_ids.shape[1])
         )
-        mask = torch.ones_like(target_ids, dtype=torch.bool)
-        expected[b, s] = target_loss("cross_entropy", logits, target_ids, mask)[0]
+        expected[b, s] = token_losses("cross_entropy", logits, target_ids).mean()
         assert torch.equal(scores[b].output_ids[s], logits[0].argmax(-1))
     # The tiny Llama's norms are float32 inside, so a batch rounds differently from a row.
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
@@ -201,35 +199,6 @@ def test_bad_rows_per_pass_is_refused(setting, data):
 # ---- variations that share a beginning
 
 
-def cost(groups, shared, length, overhead):
-    return sum(overhead + len(members) * (length - start) for start, members in groups)
-
-
-def every_partition(items):
-    """All ways to cut a sorted list into runs."""
-    for cuts in itertools.product([False, True], repeat=len(items) - 1):
-        groups = [[items[0]]]
-        for item, cut in zip(items[1:], cuts, strict=True):
-            groups.append([item]) if cut else groups[-1].append(item)
-        yield groups
-
-
-@pytest.mark.parametrize("overhead", [0, 3, 20, 1000])
-def test_groups_are_the_cheapest_possible(overhead):
-    generator = torch.Generator().manual_seed(overhead)
-    for _ in range(20):
-        shared = torch.randint(9, (8,), generator=generator).tolist()
-        groups = group_by_shared(shared, 12, overhead)
-        assert sorted(i for _, members in groups for i in members) == list(range(8))
-        assert all(start <= shared[i] for start, members in groups for i in members)
-        order = sorted(range(8), key=lambda i: shared[i])
-        cheapest = min(
-            sum(overhead + len(g) * (12 - shared[g[0]]) for g in partition)
-            for partition in every_partition(order)
-        )
-        assert cost(groups, shared, 12, overhead) == cheapest
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt_bos", [False, True])
 def test_scores_are_those_of_whole_passes(kind, prompt_bos, model_folder, monkeypatch):
@@ -250,9 +219,12 @@ def test_scores_are_those_of_whole_passes(kind, prompt_bos, model_folder, monkey
     torch.testing.assert_close(scores.losses, expected, rtol=1e-6, atol=1e-9)
     for row, evaluation in enumerate(whole):  # forced and free agree on the first token
         assert int(scores.output_ids[row, 0]) == evaluation.output_ids[0]
-    full = 20 * (len(start_ids) + 6 + 2)
-    price = engine.price(asked, Account()).total
-    assert price == full if kind == "mistral" else price <= full + 6 + len(start_ids)
+    before = len(start_ids)
+    full = 20 * (before + 6 + 2)
+    first = [next((i for i in range(6) if row[i] != prompt_ids[i]), 5) for row in candidate_ids]
+    shared = sum(6 - i + 2 for i in first) + before + max(first)  # and once what they share
+    assert engine.price(asked, Account()).total == (full if kind == "mistral" else shared)
+    assert lm.can_pack == (kind != "mistral")
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

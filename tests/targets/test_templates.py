@@ -16,10 +16,9 @@ from dlmi.lm.memory import RowsPerPass
 from dlmi.methods import DLMI
 from dlmi.rows import read_rows
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
-from dlmi.scoring.batch import lay_out
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
-from dlmi.scoring.losses import target_loss
+from dlmi.scoring.losses import token_losses
 from dlmi.scoring.passes import Account, Cost, Pass
 from dlmi.targets.context import Context
 from dlmi.targets.target import share_prefix, with_start_ids
@@ -72,9 +71,8 @@ def test_losses_and_gradients_are_those_of_whole_prompts(
         for b, target in enumerate(targets):
             for s in range(2):
                 logits, _ = by_hand(lm, target.examples[0].context, embeds[b, s], target.ids)
-                wanted = torch.tensor([target.ids])
-                mask = torch.ones_like(wanted, dtype=torch.bool)
-                expected[b, s] = target_loss("cross_entropy", logits[None], wanted, mask)[0]
+                wanted = torch.tensor(target.ids)
+                expected[b, s] = token_losses("cross_entropy", logits, wanted).mean()
                 assert torch.equal(found[b].output_ids[s], logits.argmax(-1))
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         [by_whole] = torch.autograd.grad((expected * weights).sum(), embeds)
@@ -107,17 +105,16 @@ def test_free_runs_and_evaluations_are_those_of_whole_prompts(kind, prompt_bos, 
         assert evaluations[row].discrete_loss == pytest.approx(float(-log_q.mean()), rel=1e-5)
 
 
-def test_the_head_runs_on_each_rows_own_target_alone(tiny):
-    """Neither the fixed tokens nor the spread of their number make logits that nobody needs."""
+def test_the_head_runs_on_target_tokens_alone(tiny):
+    """Neither fixed tokens nor rows of other lengths make logits that nobody needs."""
     seen = []
     handle = tiny.model.get_output_embeddings().register_forward_hook(
         lambda module, inputs, output: seen.append(tuple(output.shape[:2]))
     )
-    examples = tuple(target.examples[0] for target in targets_in_context())
-    batch = lay_out(examples, N, tiny.device)
-    batch.forced(tiny, tiny.embed(random_prompts(5, N)), slice(0, 5), None)
+    examples = [target.examples[0] for target in targets_in_context()]
+    Engine(Vocabulary(tiny))([Pass(random_prompts(1, N), examples)])
     handle.remove()
-    assert seen == [(5, 4)]  # the longest target
+    assert seen[-1] == (1, sum(len(example.ids) for example in examples))
 
 
 def test_a_shared_beginning_is_paid_for_once(tiny):
