@@ -54,7 +54,8 @@ def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
     context = Context(start_ids=(0,) * inverter.prompt_bos)
     target = Target.single("any", (0,) * data.source.length, "", context)
     step = _price_of_step(method, inverter.prompt_length, target)
-    evaluations = 1 + -(-inverter.steps // inverter.eval_every) + method.num_last_prompts
+    every = inverter.eval_every or inverter.steps
+    evaluations = 1 + -(-inverter.steps // every) + method.num_last_prompts
     evaluation = most_tokens_evaluated(target, inverter.prompt_length)
     return inverter.steps * step + evaluations * evaluation
 

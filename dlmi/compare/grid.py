@@ -229,7 +229,9 @@ def _cell(
     budget = (
         {"steps": most} if grid.axis == "step" else {"steps": _NO_STEP_LIMIT, "token_budget": most}
     )
-    every = {} if grid.eval_every is None else {"eval_every": grid.eval_every}
+    every: dict[str, Any] = {"decode_at": budgets[:-1]}
+    if grid.eval_every is not None:
+        every = {"eval_every": grid.eval_every}
     data = _merged(grid.data, grid.models[model_name] if model_name else {})
     if size.target_length is not None:
         data = _merged(data, {"targets": {"init_args": {"length": size.target_length}}})

@@ -31,19 +31,12 @@ _NAME = "dlmi_packed"
 
 @dataclass(frozen=True)
 class PackedRow:
-    """How a row lies.
+    """How a row lies."""
 
-    Attributes:
-        length: Tokens that are read.
-        keep: At how many of the last ones logits are wanted.
-        prefix: Which prefix it stands behind.
-        shared: How many first tokens of that prefix it sees.
-    """
-
-    length: int
-    keep: int
-    prefix: int = 0
-    shared: int = 0
+    length: int  # tokens that are read
+    keep: int  # at how many of the last ones logits are wanted
+    prefix: int = 0  # which prefix it stands behind
+    shared: int = 0  # how many first tokens of that prefix it sees
 
 
 class PackedPass:
@@ -93,7 +86,9 @@ class PackedPass:
             seen.flatten(),  # prefix tokens that each row sees, (B * C,)
         ]
         on_device = torch.cat(parts).to(device)  # one copy for all
-        positions, self._unpad, self.kept, self._pad, seen = on_device.split(list(map(len, parts)))
+        positions, self._unpad, self.kept, self._pad, seen = torch.split(
+            on_device, list(map(len, parts))
+        )
         self.position_ids = positions[None]
         self._size = size
         self._is_even = int(lengths.sum()) == padded.numel() and torch.equal(place, start)
@@ -159,7 +154,8 @@ class PackedPass:
         """Keys and values of each row, (1, K, T, h), after the pass."""
         assert self._captured is not None
         by_layer = [
-            (k.split(self._lengths, 2), v.split(self._lengths, 2)) for k, v in self._captured
+            (torch.split(k, self._lengths, 2), torch.split(v, self._lengths, 2))
+            for k, v in self._captured
         ]
         return [[(k[row], v[row]) for k, v in by_layer] for row in range(len(self._lengths))]
 

@@ -69,17 +69,11 @@ def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) ->
 
 @dataclass
 class ADCState:
-    """What is kept between steps.
+    """What is kept between steps."""
 
-    Attributes:
-        best_ids: The discrete prompt of lowest loss that any restart has had, (N,).
-        best_loss: Its loss.
-        wrong: Moving average of the wrong target tokens of each restart, (R,).
-    """
-
-    best_ids: Tensor
-    best_loss: float = float("inf")
-    wrong: Tensor | None = None
+    best_ids: Tensor  # the discrete prompt of lowest loss that any restart has had, (N,)
+    best_loss: float = float("inf")  # its loss
+    wrong: Tensor | None = None  # moving average of the wrong target tokens of each restart, (R,)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.estimators.temperature import row_entropy
 from dlmi.methods.slot import Slot
 from dlmi.methods.states import from_plain
 from dlmi.scoring.passes import Pass, Steps
@@ -31,33 +32,22 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step gives.
+    """What a step gives."""
 
-    Attributes:
-        loss: What is descended, (), with its graph; without one, nothing is.
-        output_ids: What the step's own pass decoded, (M,): the as-in-code LCS is of these.
-        value: The loss to report where `loss` is only its surrogate, ().
-        found_ids: A prompt that teacher forcing has just shown to be exact, (N,): decode it now.
-    """
-
-    loss: Tensor
-    output_ids: Tensor
-    value: Tensor | None = None
+    loss: Tensor  # what is descended, (), with its graph; without one, nothing is
+    output_ids: Tensor  # what the step's own pass decoded, (M,): the as-in-code LCS is of these
+    value: Tensor | None = None  # the loss to report where `loss` is only its surrogate, ()
+    # A prompt that teacher forcing has just shown to be exact, (N,): decode it now
     found_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a run takes where the user names nothing else.
+    """What a run takes where the user names nothing else."""
 
-    Attributes:
-        steps: Budget of a target.
-        eval_every: Steps between two decodes.
-        token_sets: Sets that a prompt's tokens must be in, besides `allowed_tokens`.
-    """
-
-    steps: int = 2048
-    eval_every: int = 16
+    steps: int = 2048  # budget of a target
+    eval_every: int | None = 16  # steps between two decodes; None: when it can matter
+    # Sets that a prompt's tokens must be in, besides `allowed_tokens`
     token_sets: tuple[str, ...] = ("all",)
 
 
@@ -127,11 +117,36 @@ class Method(ABC, Generic[State]):
 
 
 class Relaxation(Method[State]):
-    """Descends on relaxed rows."""
+    """Descends on relaxed rows: unless it says otherwise on logits Z, (N, V), with Adam."""
 
-    @abstractmethod
+    lr: float
+
+    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
+        """Z (N, V)."""
+        return {"Z": (length, len(vocabulary))}
+
     def init(self, slot: Slot) -> State:
-        """Fill the slot's tensors for a new target, in place."""
+        """Fill the slot's tensors for a new target, in place: Z from N(0, 1)."""
+        slot.tokens.bar_(slot.params["Z"].normal_(generator=slot.rng))
+        state: State = None if self.state_type is None else self.state_type()  # type: ignore[assignment]
+        return state
+
+    def prompt_ids(self, slot: Slot, state: State) -> Tensor:
+        """The largest logit of each position."""
+        return slot.tokens.argmax_ids(slot.params["Z"])
+
+    @torch.no_grad()
+    def diagnostics(self, slot: Slot, state: State) -> dict[str, Tensor]:
+        """Entropy of each position's noise-free row, and its temperature where there is noise."""
+        prompt = self.soft_prompt(slot, state)
+        if prompt is None:
+            return {}
+        entropy = row_entropy(prompt.logits, prompt.tau)
+        return {**({"tau": prompt.tau} if prompt.estimator else {}), "entropy": entropy}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Adam on all of them."""
+        return Adam(parameters, lr=self.lr, fused=True)
 
     def start(self, slot: Slot) -> Steps[State]:
         """Final: needs no LM."""

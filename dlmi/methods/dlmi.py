@@ -17,14 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam, Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.sampling import EstimatorName
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.estimators.temperature import row_entropy, temperature_law
+from dlmi.estimators.temperature import temperature_law
 from dlmi.methods.base import Relaxation, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
@@ -87,14 +86,13 @@ class DLMI(Relaxation[None]):
 
     def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V), and Phi: (N,) decoupled, () shared, none if fixed."""
-        logits: dict[str, tuple[int, ...]] = {"Z": (length, len(vocabulary))}
-        if self.temperature == "fixed":
-            return logits
-        return {**logits, "Phi": (length,) if self.temperature == "decoupled" else ()}
+        phi: dict[str, dict[str, tuple[int, ...]]]
+        phi = {"decoupled": {"Phi": (length,)}, "shared": {"Phi": ()}, "fixed": {}}
+        return {"Z": (length, len(vocabulary)), **phi[self.temperature]}
 
     def init(self, slot: Slot) -> None:
         """Z from N(0, 1), Phi as `phi_init` says."""
-        slot.tokens.bar_(slot.params["Z"].normal_(generator=slot.rng))
+        super().init(slot)
         if self.temperature == "fixed":
             return
         phi = slot.params["Phi"].zero_()
@@ -103,17 +101,15 @@ class DLMI(Relaxation[None]):
         elif self.phi_init == "uniform":
             phi.uniform_(generator=slot.rng)
 
-    def tau(self, slot: Slot) -> Tensor:
-        """The slot's temperatures, (N,)."""
-        if self.temperature == "fixed":
-            return slot.params["Z"].new_full((slot.length,), self.tau0)
-        return temperature_law(slot.params["Phi"], self.tau0).expand(slot.length)
-
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
         """S samples of the rows of Z."""
-        tau, samples = self.tau(slot), self.num_samples
+        logits = slot.params["Z"]
+        if self.temperature == "fixed":
+            tau = logits.new_full((slot.length,), self.tau0)
+        else:
+            tau = temperature_law(slot.params["Phi"], self.tau0).expand(slot.length)
         return SoftPrompt(
-            slot.params["Z"], tau, self.estimator, samples, slot.seed(), self.rao_draws
+            logits, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws
         )
 
     def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
@@ -121,24 +117,9 @@ class DLMI(Relaxation[None]):
         next_token = None
         if self.next_token_tau is not None:
             next_token = RelaxedNextToken(self.next_token_tau, slot.seed("next token"))
-        scores = yield Pass(
-            self.soft_prompt(slot, state),
-            slot.examples,
-            self.loss,
-            self.teacher_forcing,
-            next_token,
-        )
+        prompt = self.soft_prompt(slot, state)
+        scores = yield Pass(prompt, slot.examples, self.loss, self.teacher_forcing, next_token)
         return Step(scores.losses.mean(), scores.output_ids[0]), None
-
-    def prompt_ids(self, slot: Slot, state: None) -> Tensor:
-        """The largest logit of each position."""
-        return slot.tokens.argmax_ids(slot.params["Z"])
-
-    @torch.no_grad()
-    def diagnostics(self, slot: Slot, state: None) -> dict[str, Tensor]:
-        """Temperature and entropy of each position's noise-free row."""
-        tau = self.tau(slot)
-        return {"tau": tau, "entropy": row_entropy(slot.params["Z"], tau)}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Adam on Z and Phi jointly."""

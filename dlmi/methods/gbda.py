@@ -10,23 +10,19 @@ options: `final_samples` draws hard prompts from softmax(Z) at the end and keeps
 original's last step), and `tau_end` anneals the temperature geometrically over the budget.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.sampling import EstimatorName
 from dlmi.estimators.soft_embedding import sample_columns
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.estimators.temperature import annealed_temperature, row_entropy
+from dlmi.estimators.temperature import annealed_temperature
 from dlmi.methods.base import Relaxation, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
-from dlmi.tokens.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -72,25 +68,14 @@ class GBDA(Relaxation[None]):
                 f"`model.method.estimator: reinmax`, but got {self.tau} and {self.tau_end}."
             )
 
-    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
-        """Z (N, V)."""
-        return {"Z": (length, len(vocabulary))}
-
-    def init(self, slot: Slot) -> None:
-        """Z from N(0, 1)."""
-        slot.tokens.bar_(slot.params["Z"].normal_(generator=slot.rng))
-
-    def temperatures(self, slot: Slot) -> Tensor:
-        """The temperature at this point of the budget, (N,)."""
-        tau_end = self.tau if self.tau_end is None else self.tau_end
-        tau = annealed_temperature(self.tau, tau_end, slot.progress)
-        return slot.params["Z"].new_full((slot.length,), tau)
-
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
-        """S samples of the rows of Z."""
-        tau, samples = self.temperatures(slot), self.num_samples
+        """S samples of the rows of Z, at the temperature of this point of the budget."""
+        logits, tau_end = slot.params["Z"], self.tau if self.tau_end is None else self.tau_end
+        tau = logits.new_full(
+            (slot.length,), annealed_temperature(self.tau, tau_end, slot.progress)
+        )
         return SoftPrompt(
-            slot.params["Z"], tau, self.estimator, samples, slot.seed(), self.rao_draws
+            logits, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws
         )
 
     def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
@@ -98,10 +83,6 @@ class GBDA(Relaxation[None]):
         prompt = self.soft_prompt(slot, state)
         scores = yield Pass(prompt, slot.examples, self.loss, self.teacher_forcing)
         return Step(scores.losses.mean(), scores.output_ids[0]), None
-
-    def prompt_ids(self, slot: Slot, state: None) -> Tensor:
-        """The largest logit of each position."""
-        return slot.tokens.argmax_ids(slot.params["Z"])
 
     @property
     def num_last_prompts(self) -> int:
@@ -113,13 +94,3 @@ class GBDA(Relaxation[None]):
         logits = slot.params["Z"].detach()
         columns = sample_columns(logits, self.final_samples, slot.seed("final samples"))
         return slot.tokens.repaired(slot.tokens.ids(columns), logits)
-
-    @torch.no_grad()
-    def diagnostics(self, slot: Slot, state: None) -> dict[str, Tensor]:
-        """Temperature and entropy of each position's noise-free row."""
-        tau = self.temperatures(slot)
-        return {"tau": tau, "entropy": row_entropy(slot.params["Z"], tau)}
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Adam on Z."""
-        return Adam(parameters, lr=self.lr, fused=True)

@@ -31,13 +31,9 @@ from dlmi.tokens.vocabulary import Vocabulary
 
 @dataclass
 class GCGState:
-    """What is kept between steps.
+    """What is kept between steps."""
 
-    Attributes:
-        prompt_ids: x, (N,).
-    """
-
-    prompt_ids: Tensor
+    prompt_ids: Tensor  # x, (N,)
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,8 @@ class GCG(Search[GCGState]):
 
     def defaults(self) -> Defaults:
         """NanoGCG's."""
-        return Defaults(steps=250, token_sets=("no_special", "ascii", "printable"))
+        sets = ("no_special", "ascii", "printable")
+        return Defaults(steps=250, eval_every=None, token_sets=sets)
 
     def check(self, vocabulary: Vocabulary, length: int, targets: Sequence[Target]) -> None:
         """There must be `topk` tokens to choose from, for each target."""

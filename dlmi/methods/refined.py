@@ -24,15 +24,10 @@ from dlmi.tokens.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class RefinedState:
-    """What is kept between steps.
+    """What is kept between steps."""
 
-    Attributes:
-        first: The state of the first method.
-        search: The state of the search, once it has begun.
-    """
-
-    first: Any
-    search: Any = None
+    first: Any  # the state of the first method
+    search: Any = None  # the state of the search, once it has begun
 
 
 @dataclass(frozen=True)

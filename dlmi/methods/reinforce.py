@@ -12,12 +12,9 @@ batch-mean loss times the batch-mean log-probability, against an average that we
 loss by 0.9 and is updated before its use, so that credit is not given per sample.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.score_function import (
@@ -28,23 +25,17 @@ from dlmi.estimators.score_function import (
 )
 from dlmi.estimators.soft_embedding import sample_columns
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.estimators.temperature import row_entropy
 from dlmi.methods.base import Relaxation, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
-from dlmi.tokens.vocabulary import Vocabulary
 
 
 @dataclass
 class REINFORCEState:
-    """What is kept between steps.
+    """What is kept between steps."""
 
-    Attributes:
-        average: The moving average of the loss, (); None before the first step.
-    """
-
-    average: Tensor | None = None
+    average: Tensor | None = None  # the moving average of the loss, (); None before the first step
 
 
 @dataclass(frozen=True)
@@ -86,15 +77,6 @@ class REINFORCE(Relaxation[REINFORCEState]):
                 f"{self.ema_decay}."
             )
 
-    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
-        """Z (N, V)."""
-        return {"Z": (length, len(vocabulary))}
-
-    def init(self, slot: Slot) -> REINFORCEState:
-        """Z from N(0, 1)."""
-        slot.tokens.bar_(slot.params["Z"].normal_(generator=slot.rng))
-        return REINFORCEState()
-
     def step(self, slot: Slot, state: REINFORCEState) -> Steps[tuple[Step, REINFORCEState]]:
         """A surrogate whose gradient is the estimate; reports the mean loss of the samples."""
         logits = slot.params["Z"]
@@ -112,17 +94,3 @@ class REINFORCE(Relaxation[REINFORCEState]):
         """softmax(Z), which hard prompts are drawn from."""
         logits = slot.params["Z"]
         return SoftPrompt(logits, logits.new_ones(slot.length))
-
-    def prompt_ids(self, slot: Slot, state: REINFORCEState) -> Tensor:
-        """The most probable token of each position."""
-        return slot.tokens.argmax_ids(slot.params["Z"])
-
-    @torch.no_grad()
-    def diagnostics(self, slot: Slot, state: REINFORCEState) -> dict[str, Tensor]:
-        """Entropy of each position's distribution."""
-        logits = slot.params["Z"]
-        return {"entropy": row_entropy(logits, logits.new_ones(()))}
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Adam on Z."""
-        return Adam(parameters, lr=self.lr, fused=True)

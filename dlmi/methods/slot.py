@@ -18,68 +18,44 @@ from dlmi.tokens.vocabulary import TargetTokens
 
 @dataclass
 class Slot:
-    """One target in flight. The first attributes are for methods, the others are the run's.
+    """One target in flight. The first attributes are for methods, the others are the run's."""
 
-    Attributes:
-        target: What is to be said.
-        examples: What this step reads: all, or a mini-batch of a shared prompt, with the LM's own
-            reasoning written where it reasons.
-        tokens: What the target's prompt may hold.
-        params: Z and Phi, this slot's own.
-        length: Tokens of the prompt, N.
-        rng: Random numbers, seeded from the run's seed and the target's id alone.
-        step: Steps taken.
-        progress: Share of the budget that is used.
-        can_narrow: Whether a search may read the end of a prompt alone.
-        index: Which of the inverter's parameters are its own.
-        key: Seed of noise that is made from counters.
-        state: What the method keeps between steps.
-        cost: Token-passes so far.
-        known: Beginnings of prompts that it has paid for.
-        seconds: Wall time spent in the slot.
-        best: The best evaluation so far.
-        last: The latest evaluation.
-        trace: One point for each evaluation.
-        loss: Training loss of the latest step, ().
-        output_ids: What the latest step's pass decoded, (M,).
-        trained_on: The examples of that step.
-        found_ids: A prompt that teacher forcing has shown to be exact, to be decoded.
-        reasoned_ids: The discrete prompt that the LM has written its reasoning after.
-        reasoning: What it wrote, by the id of the example.
-        diagnostics: The method's numbers per position, at the latest evaluation.
-        is_spent: Whether its next pass did not fit into the budget.
-        failure: Why it cannot go on, such as a loss that is NaN.
-        reset_moments: Lets the optimiser start anew on the slot's tensors.
-    """
-
-    target: Target
+    target: Target  # what is to be said
+    # What this step reads: all, or a mini-batch of a shared prompt, with the LM's own reasoning
+    # written where it reasons
     examples: tuple[Example, ...]
-    tokens: TargetTokens
-    params: Mapping[str, nn.Parameter]
-    length: int
-    rng: torch.Generator
-    step: int = 0
-    progress: float = 0.0
-    can_narrow: bool = True
+    tokens: TargetTokens  # what the target's prompt may hold
+    params: Mapping[str, nn.Parameter]  # Z and Phi, this slot's own
+    length: int  # tokens of the prompt, N
+    rng: torch.Generator  # random numbers, seeded from the run's seed and the target's id alone
+    step: int = 0  # steps taken
+    progress: float = 0.0  # share of the budget that is used
+    can_narrow: bool = True  # whether a search may read the end of a prompt alone
 
-    index: int = 0
-    key: int = 0
-    state: Any = None
-    cost: Cost = field(default_factory=Cost)
+    index: int = 0  # which of the inverter's parameters are its own
+    key: int = 0  # seed of noise that is made from counters
+    state: Any = None  # what the method keeps between steps
+    cost: Cost = field(default_factory=Cost)  # token-passes so far
+    # Beginnings of prompts that it has paid for
     known: list[tuple[int, ...]] = field(default_factory=list)
-    seconds: float = 0.0
-    best: Evaluation | None = None
-    last: Evaluation | None = None
-    trace: list[TracePoint] = field(default_factory=list)
-    loss: Tensor | None = None
-    output_ids: Tensor | None = None
-    trained_on: tuple[Example, ...] = ()
+    seconds: float = 0.0  # wall time spent in the slot
+    best: Evaluation | None = None  # the best evaluation so far
+    last: Evaluation | None = None  # the latest evaluation
+    trace: list[TracePoint] = field(default_factory=list)  # one point for each evaluation
+    loss: Tensor | None = None  # training loss of the latest step, ()
+    output_ids: Tensor | None = None  # what the latest step's pass decoded, (M,)
+    trained_on: tuple[Example, ...] = ()  # the examples of that step
+    # A prompt that teacher forcing has shown to be exact, to be decoded
     found_ids: Tensor | None = None
+    # The discrete prompt that the LM has written its reasoning after
     reasoned_ids: tuple[int, ...] = ()
+    # What it wrote, by the id of the example
     reasoning: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # The method's numbers per position, at the latest evaluation
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
-    is_spent: bool = False
-    failure: str | None = None
+    is_spent: bool = False  # whether its next pass did not fit into the budget
+    failure: str | None = None  # why it cannot go on, such as a loss that is NaN
+    # Lets the optimiser start anew on the slot's tensors
     reset_moments: Callable[[], None] = lambda: None
 
     # ---- for methods

@@ -11,7 +11,7 @@ The target is teacher-forced. Unlike DLMI it learns no temperature and has a mar
 discrete prompt is checked at every step, which costs one more forward pass.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,10 @@ from torch.optim import Optimizer
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.estimators.temperature import row_entropy
 from dlmi.methods.base import Relaxation, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
-from dlmi.tokens.vocabulary import Vocabulary
 
 
 class DecayingAdam(Optimizer):
@@ -118,10 +116,6 @@ class SODA(Relaxation[None]):
                 f"least 0 and below 1, but got {self.decay} and {self.betas}."
             )
 
-    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
-        """Z (N, V)."""
-        return {"Z": (length, len(vocabulary))}
-
     def init(self, slot: Slot) -> None:
         """Zeros."""
         slot.tokens.bar_(slot.params["Z"].zero_())
@@ -146,16 +140,6 @@ class SODA(Relaxation[None]):
         """softmax(Z / tau), without noise."""
         logits = slot.params["Z"]
         return SoftPrompt(logits, logits.new_full((slot.length,), self.tau))
-
-    def prompt_ids(self, slot: Slot, state: None) -> Tensor:
-        """The largest logit of each position."""
-        return slot.tokens.argmax_ids(slot.params["Z"])
-
-    @torch.no_grad()
-    def diagnostics(self, slot: Slot, state: None) -> dict[str, Tensor]:
-        """Entropy of each position's row."""
-        logits = slot.params["Z"]
-        return {"entropy": row_entropy(logits, logits.new_tensor(self.tau))}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Adam as SODA has it."""

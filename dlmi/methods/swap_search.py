@@ -48,46 +48,29 @@ _KICKED_SHARE = 0.2  # of the positions, where no swap is possible at all
 
 @dataclass
 class Candidate:
-    """A prompt that was scored.
+    """A prompt that was scored."""
 
-    Attributes:
-        ids: The prompt, (N,).
-        score: Weighted cross-entropy less right tokens; infinite before it is read.
-        output_ids: What teacher forcing decodes, up to the horizon, (H,).
-    """
-
-    ids: Tensor
-    score: float
-    output_ids: Tensor
+    ids: Tensor  # the prompt, (N,)
+    score: float  # weighted cross-entropy less right tokens; infinite before it is read
+    output_ids: Tensor  # what teacher forcing decodes, up to the horizon, (H,)
 
 
 @dataclass
 class SwapState:
-    """Where a search stands.
+    """Where a search stands."""
 
-    Attributes:
-        at: The prompt whose swaps are tried.
-        window: Positions at the end that are searched, W.
-        right: Target tokens that `at` gets right before its first mistake, of each example.
-        scored_on: The examples that it was scored on.
-        best: The best prompt so far.
-        best_right: Tokens that it gets right before its first mistake, over all examples.
-        swaps: Tokens still to be tried, (W, K); None: the gradient has to be asked.
-        waited: Steps without a better prompt.
-        aside: The best prompt seen beside `at`.
-        barred: Swaps that are not to be taken back, (.., 2): position and token.
-    """
-
-    at: Candidate
-    window: int
+    at: Candidate  # the prompt whose swaps are tried
+    window: int  # positions at the end that are searched, W
+    # Target tokens that `at` gets right before its first mistake, of each example
     right: list[int] = field(default_factory=list)
-    scored_on: list[str] = field(default_factory=list)
-    best: Candidate | None = None
-    best_right: int = 0
+    scored_on: list[str] = field(default_factory=list)  # the examples that it was scored on
+    best: Candidate | None = None  # the best prompt so far
+    best_right: int = 0  # tokens that it gets right before its first mistake, over all examples
+    # Tokens still to be tried, (W, K); None: the gradient has to be asked
     swaps: Tensor | None = None
-    waited: int = 0
-    aside: Candidate | None = None
-    barred: Tensor | None = None
+    waited: int = 0  # steps without a better prompt
+    aside: Candidate | None = None  # the best prompt seen beside `at`
+    barred: Tensor | None = None  # swaps that are not to be taken back, (.., 2): position and token
 
 
 @dataclass(frozen=True)
@@ -126,7 +109,7 @@ class SwapSearch(Search[SwapState]):
 
     def defaults(self) -> Defaults:
         """No special tokens: the LM reads them as commands."""
-        return Defaults(steps=500, eval_every=4, token_sets=("no_special",))
+        return Defaults(steps=500, eval_every=None, token_sets=("no_special",))
 
     def starts(self, slot: Slot) -> Tensor:
         """They differ in the window alone: so they cost less."""

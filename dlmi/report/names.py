@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dlmi.rows import Inversion
 
 # Settings that do not tell methods apart: they have axes of their own in a report.
-_AXES = {"prompt_length", "steps", "token_budget", "eval_every", "seed"}
+_AXES = {"prompt_length", "steps", "token_budget", "eval_every", "decode_at", "seed"}
 # What a prompt may be, unrestricted. Rows from before there was a choice lack them.
 _UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none", "fluency": 0.0}
 _FORMS = {

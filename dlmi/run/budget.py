@@ -18,6 +18,8 @@ class Budget:
         prompt_length: Tokens of a prompt, N.
         last_prompts: Prompts that are decoded at the end, besides the final one.
         can_share: Whether the LM's keys and values can be shared and cut.
+        eval_every: Steps between two decodes; None: at doublings of the cost, and as below.
+        decode_at: Budgets at which to decode: token-passes, or steps where those have no limit.
     """
 
     steps: int
@@ -25,6 +27,8 @@ class Budget:
     prompt_length: int
     last_prompts: int = 0
     can_share: bool = True
+    eval_every: int | None = None
+    decode_at: tuple[int, ...] = ()
 
     def share_used(self, slot: Slot) -> float:
         """Between 0 and 1: the larger share of the two."""
@@ -53,7 +57,7 @@ class Budget:
             len(e.context.start_ids) + e.context.most_tokens + self.prompt_length for e in examples
         )
 
-    def is_due(self, slot: Slot, eval_every: int) -> bool:
+    def is_due(self, slot: Slot) -> bool:
         """Whether to decode now: at the start, on the beat, at the end, or on a good sign.
 
         A decode that would use what is reserved for the end is the end.
@@ -62,11 +66,30 @@ class Budget:
             return False
         if self.stop_reason(slot) is not None:
             return True
-        if slot.step % eval_every != 0 and slot.found_ids is None:
+        if slot.found_ids is None and not self._is_on_beat(slot):
             return False
         if self.most_evaluated(slot) > self.left(slot):
             slot.is_spent = slot.step > 0 or slot.is_spent
         return True
+
+    def _is_on_beat(self, slot: Slot) -> bool:
+        """Every so many steps; else when the cost has doubled, and where a budget would be crossed.
+
+        Teacher forcing tells a search when its prompt is exact, so that it need not decode to know.
+        """
+        if self.eval_every is not None:
+            return slot.step % self.eval_every == 0
+        if not slot.trace:
+            return True
+        if self.token_passes is None and slot.step in self.decode_at:
+            return True
+        cost, last = slot.cost.total, slot.trace[-1].token_passes
+        # A step may take twice the mean; the decode itself must fit as well.
+        ahead = 2 * cost // max(slot.step, 1) + self.most_evaluated(slot)
+        is_crossed = self.token_passes is not None and any(
+            last + ahead < budget <= cost + ahead for budget in self.decode_at
+        )
+        return is_crossed or cost >= 2 * last
 
     def stop_reason(self, slot: Slot) -> str | None:
         """`solved`, `failed`, `budget`, or None while it is to go on."""

@@ -97,7 +97,7 @@ def check_settings(
     prompt_length: int,
     steps: int,
     token_budget: int | None,
-    eval_every: int,
+    eval_every: int | None,
     fluency: float,
     norm_gradient_scale: float | None,
     allowed_tokens: AllowedTokens | None,
@@ -105,7 +105,8 @@ def check_settings(
     """Raise `InputError` for arguments of an inverter that make no sense."""
     if allowed_tokens is not None:
         check_allowed_tokens(allowed_tokens)
-    check_at_least_one("model", prompt_length=prompt_length, steps=steps, eval_every=eval_every)
+    check_at_least_one("model", prompt_length=prompt_length, steps=steps)
+    check_at_least_one("model", eval_every=1 if eval_every is None else eval_every)
     if token_budget is not None:
         check_at_least_one("model", token_budget=token_budget)
     if norm_gradient_scale is not None:

@@ -48,6 +48,9 @@ class Inverter(LightningModule):
         token_budget: Budget in token-passes: tokens sent forward or backward through the LM,
             everything included. It is never overrun.
         eval_every: Steps between two greedy decodes of the discrete prompt; unset: the method's.
+            A search decodes when teacher forcing says that its prompt is exact, and whenever its
+            cost has doubled.
+        decode_at: For such a search, budgets at which it is decoded as well.
         prompt_bos: Put BoS before the prompt, in optimisation and in evaluation.
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line. The
@@ -74,6 +77,7 @@ class Inverter(LightningModule):
         steps: int | None = None,
         token_budget: int | None = None,
         eval_every: int | None = None,
+        decode_at: list[int] | None = None,
         prompt_bos: bool = False,
         allowed_tokens: AllowedTokens | None = None,
         forbid_target_tokens: ForbiddenTokens = "none",
@@ -93,6 +97,7 @@ class Inverter(LightningModule):
         self.steps = steps
         self.token_budget = token_budget
         self.eval_every = eval_every
+        self.decode_at = decode_at or []
         self.prompt_bos = prompt_bos
         self.allowed_tokens = allowed_tokens
         self.forbid_target_tokens = forbid_target_tokens
@@ -179,6 +184,8 @@ class Inverter(LightningModule):
             self.prompt_length,
             self.method.num_last_prompts,
             self.engine.lm.can_share,
+            self.eval_every,
+            tuple(self.decode_at),
         )
         self._pool = SlotPool(
             self.method,
@@ -298,7 +305,7 @@ class Inverter(LightningModule):
         """Decode what is due, report what is done and refill, until neither is left."""
         self._pool.lap()
         while True:
-            due = [slot for slot in self.active if self.budget.is_due(slot, self.eval_every)]
+            due = [slot for slot in self.active if self.budget.is_due(slot)]
             if due:
                 self._pool.evaluate(due)
                 self._tell("on_evaluation", due)

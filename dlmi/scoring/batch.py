@@ -26,23 +26,15 @@ from dlmi.targets.context import Example
 
 @dataclass(frozen=True)
 class Row:
-    """What the LM reads of one prompt in one example.
+    """What the LM reads of one prompt in one example."""
 
-    Attributes:
-        prompt: Which prompt.
-        first: Where its first token lies among the tokens of all prompts.
-        size: Its tokens, N.
-        example: The context, and what is to be said.
-        prefix_ids: What is kept of the beginning, or of one that starts in the same way.
-        start: How many of its first tokens are known from there and not read again.
-    """
-
-    prompt: int
-    first: int
-    size: int
-    example: Example
+    prompt: int  # which prompt
+    first: int  # where its first token lies among the tokens of all prompts
+    size: int  # its tokens, N
+    example: Example  # the context, and what is to be said
+    # What is kept of the beginning, or of one that starts in the same way
     prefix_ids: tuple[int, ...] = ()
-    start: int = 0
+    start: int = 0  # how many of its first tokens are known from there and not read again
 
     @property
     def length(self) -> int:
@@ -123,7 +115,9 @@ class Batch:
             list(itertools.chain.from_iterable(spans)),
         ]
         everything = torch.tensor(list(itertools.chain.from_iterable(parts))).to(device)
-        self._index, self._fixed_ids, *tensors = everything.split([len(part) for part in parts])
+        self._index, self._fixed_ids, *tensors = torch.split(
+            everything, [len(part) for part in parts]
+        )
         self.target_ids, self.row_of_target, self.row_of_token, *back = tensors
         self.places, self.target_places = back
 

@@ -95,7 +95,9 @@ class Engine:
 
     def _varied(self, asked: Pass, rows: Sequence[Row]) -> list[Row]:
         """The rows of variations of a prompt: each is read from its first difference on."""
-        differs = asked.prompts != asked.like_ids  # (C, N)
+        assert isinstance(asked.prompts, Tensor)
+        assert isinstance(asked.like_ids, Tensor)
+        differs = asked.prompts.ne(asked.like_ids)  # (C, N)
         # One that is the prompt itself needs the logits of its last token.
         first = torch.where(differs.any(-1), differs.int().argmax(-1), asked.length - 1).tolist()
         if not self.lm.can_pack:  # all as one plain batch
@@ -165,9 +167,9 @@ class Engine:
         with scaled_norm_gradients(lm, scale if kind.has_gradient else 1.0):
             losses, said = reading.losses(torch.cat([own.flatten(0, 1) for own in prompts]))
         losses, said = losses[batch.places], said[batch.target_places]
-        parts = losses.split([asked.count * len(asked.examples) for asked in passes])
+        parts = torch.split(losses, [p.count * len(p.examples) for p in passes])
         means = [own.view(p.count, -1).mean(1) for p, own in zip(passes, parts, strict=True)]
-        parts = said.split([asked.count * asked.target_length for asked in passes])
+        parts = torch.split(said, [p.count * p.target_length for p in passes])
         outputs = [own.view(p.count, -1) for p, own in zip(passes, parts, strict=True)]
         swaps = self._swaps(passes, prompts, means)
         return [Scores(*one) for one in zip(means, outputs, swaps, strict=True)]
@@ -176,16 +178,16 @@ class Engine:
         """Prompts as the LM reads them, (C, N, d); with a penalty, products with its matrix."""
         soft = [p.prompts for p in passes if isinstance(p.prompts, SoftPrompt)]
         made = iter(soft_embeds(soft, self._matrix))
-        is_discrete = [
-            isinstance(p.prompts, Tensor) and not p.prompts.is_floating_point() for p in passes
-        ]
-        ids = [p.prompts for p, yes in zip(passes, is_discrete, strict=True) if yes]
-        on_device = iter(_copied(ids, self.lm.device))
+        given = [p.prompts for p in passes if isinstance(p.prompts, Tensor)]
+        ids = iter(_copied([own for own in given if not own.is_floating_point()], self.lm.device))
         found: list[Tensor] = []
-        for asked, yes in zip(passes, is_discrete, strict=True):
-            rows = next(made) if isinstance(asked.prompts, SoftPrompt) else asked.prompts
-            if yes:
-                own = next(on_device)
+        for asked in passes:
+            if isinstance(asked.prompts, SoftPrompt):
+                rows = next(made)
+            elif asked.prompts.is_floating_point():
+                rows = asked.prompts
+            else:
+                own = next(ids)
                 rows = self.lm.embed(own) if self._fluency is None else self._fluency.rows(own)
                 rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
                 if asked.swaps is not None:
@@ -244,13 +246,15 @@ class Engine:
         if not asking:
             return [None] * len(passes)
         total = torch.cat([losses[i] for i in asking]).sum()
-        by_embeds = torch.autograd.grad(total, [prompts[i] for i in asking])
+        is_shared = len(asking) < len(passes)  # with passes that are descended on later
+        leaves = [prompts[i] for i in asking]
+        by_embeds = torch.autograd.grad(total, leaves, retain_graph=is_shared)
         rows = torch.cat([gradient[0] for gradient in by_embeds])  # (B * N, d)
         promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
         wanted = [swaps for asked in passes if (swaps := asked.swaps) is not None]
         lengths = [passes[i].length for i in asking]
         barred, first = [], 0
-        for swaps, own in zip(wanted, promises.split(lengths), strict=True):
+        for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)
             if swaps.barred is not None:
                 barred.append(swaps.barred + torch.tensor([first, 0]))
@@ -261,7 +265,7 @@ class Engine:
         most = min(max(swaps.count for swaps in wanted), promises.shape[1])
         gains, columns = promises.topk(most, dim=-1)
         swap_ids = wanted[0].tokens.ids(columns).masked_fill(gains.isneginf(), NO_SWAP)
-        found = dict(zip(asking, swap_ids.split(lengths), strict=True))
+        found = dict(zip(asking, torch.split(swap_ids, lengths), strict=True))
         return [found.get(i) for i in range(len(passes))]
 
 
@@ -276,7 +280,7 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if not tensors or all(one.device == device for one in tensors):
         return list(tensors)
     flat = torch.cat([one.flatten() for one in tensors]).to(device)
-    parts = flat.split([one.numel() for one in tensors])
+    parts = torch.split(flat, [one.numel() for one in tensors])
     return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
 
 
@@ -290,8 +294,8 @@ def _brought_to_host(scores: Sequence[Scores]) -> list[Scores]:
     if held and held[0].device.type != "cpu":
         # Ids are exact in float32: there are fewer than 2**24 of them.
         flat = torch.cat([part.flatten().to(held[0].dtype) for part in held]).cpu()
-        parts = flat.split([part.numel() for part in held])
-        held = [new.view(old.shape).to(old.dtype) for new, old in zip(parts, held, strict=True)]
+        cuts = torch.split(flat, [part.numel() for part in held])
+        held = [new.view(old.shape).to(old.dtype) for new, old in zip(cuts, held, strict=True)]
     back = iter(held)
     return [
         Scores(next(back), next(back), None if one.swap_ids is None else next(back)) if yes else one

@@ -25,32 +25,24 @@ from dlmi.targets.target import Target, split
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A discrete prompt, what the LM says after it, and how close that is to the target.
+    """A discrete prompt, what the LM says after it, and how close that is to the target."""
 
-    Attributes:
-        step: Optimisation steps before this evaluation.
-        prompt_ids: The discrete prompt.
-        output_ids: Its greedy decode, as long as the target; of several examples, concatenated.
-        lcs: Honest LCS ratio.
-        discrete_loss: Teacher-forced cross-entropy of the target after the discrete prompt.
-        margin: The smallest gap between a target token's logit and its best rival's, under teacher
-            forcing; above 0 where all tokens are right.
-        loss: Training loss of the last step before, on the relaxed prompt; None at step 0.
-        as_in_code_lcs: LCS of the relaxed prompt under the training decode (what the authors'
-            public code logs); None at step 0.
-        is_eligible: Whether it may be the best; if none may, the best of the others is.
-        reasoning_ids: Where the LM reasons before it answers, what it wrote in each example.
-    """
-
-    step: int
-    prompt_ids: tuple[int, ...]
+    step: int  # optimisation steps before this evaluation
+    prompt_ids: tuple[int, ...]  # the discrete prompt
+    # Its greedy decode, as long as the target; of several examples, concatenated
     output_ids: tuple[int, ...]
-    lcs: float
-    discrete_loss: float
+    lcs: float  # honest LCS ratio
+    discrete_loss: float  # teacher-forced cross-entropy of the target after the discrete prompt
+    # The smallest gap between a target token's logit and its best rival's, under teacher forcing;
+    # above 0 where all tokens are right
     margin: float
+    # Training loss of the last step before, on the relaxed prompt; None at step 0
     loss: float | None = None
+    # LCS of the relaxed prompt under the training decode (what the authors' public code logs); None
+    # at step 0
     as_in_code_lcs: float | None = None
-    is_eligible: bool = True
+    is_eligible: bool = True  # whether it may be the best; if none may, the best of the others is
+    # Where the LM reasons before it answers, what it wrote in each example
     reasoning_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -61,21 +53,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class ExampleReading:
-    """What came of one prompt in one example.
+    """What came of one prompt in one example."""
 
-    Attributes:
-        output_ids: The greedy decode, as long as what is to be said.
-        forced_ids: What teacher forcing decodes.
-        loss: Teacher-forced cross-entropy of the target.
-        margin: Of the target's tokens, under teacher forcing.
-        reasoning_ids: What the LM wrote before it, where it was to.
-    """
-
-    output_ids: tuple[int, ...]
-    forced_ids: tuple[int, ...]
-    loss: float
-    margin: float
-    reasoning_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...]  # the greedy decode, as long as what is to be said
+    forced_ids: tuple[int, ...]  # what teacher forcing decodes
+    loss: float  # teacher-forced cross-entropy of the target
+    margin: float  # of the target's tokens, under teacher forcing
+    reasoning_ids: tuple[int, ...] = ()  # what the LM wrote before it, where it was to
 
 
 def mean_lcs(examples: Sequence[Example], output_ids: Sequence[int]) -> float:

@@ -33,15 +33,10 @@ NO_SWAP = -1  # in place of a token
 
 @dataclass(frozen=True)
 class Cost:
-    """Token-passes.
+    """Token-passes."""
 
-    Attributes:
-        forward: Tokens sent forward through the LM.
-        backward: Tokens that a gradient came back through.
-    """
-
-    forward: int = 0
-    backward: int = 0
+    forward: int = 0  # tokens sent forward through the LM
+    backward: int = 0  # tokens that a gradient came back through
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.forward + other.forward, self.backward + other.backward)
@@ -54,58 +49,39 @@ class Cost:
 
 @dataclass(frozen=True)
 class RelaxedNextToken:
-    """What a free run reads in place of its greedy token: a Gumbel-Softmax sample.
+    """What a free run reads in place of its greedy token: a Gumbel-Softmax sample."""
 
-    Attributes:
-        tau: Its temperature.
-        seed: Of its noise.
-    """
-
-    tau: float
-    seed: int
+    tau: float  # its temperature
+    seed: int  # of its noise
 
 
 @dataclass(frozen=True, eq=False)
 class Swaps:
-    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt.
+    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt."""
 
-    Attributes:
-        tokens: What the prompt may hold.
-        count: How many are wanted at each position, K.
-        barred: Positions and tokens that are not, (.., 2).
-    """
-
-    tokens: TargetTokens
-    count: int
-    barred: Tensor | None = None
+    tokens: TargetTokens  # what the prompt may hold
+    count: int  # how many are wanted at each position, K
+    barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Prompts of one slot that the LM is to read.
+    """Prompts of one slot that the LM is to read."""
 
-    Attributes:
-        prompts: Token ids, (C, N); or embeddings, (C, N, d); or a soft prompt and its C samples.
-        examples: What each of them is read with; a loss is the mean over these.
-        loss: Which loss.
-        teacher_forcing: Feed the target's own prefix; else run freely.
-        next_token: In a free run, what is read next; default: the greedy token.
-        swaps: Of one discrete prompt, ask which tokens the gradient would put into it.
-        token_weights: Weight of each target token in the loss, (M,); default: all the same.
-        like_ids: A prompt, (N,), that the others are variations of: what they share with it is
-            read once.
-        norm_gradient_scale: Factor on gradients at the LM's norm layers.
-    """
-
+    # Token ids, (C, N); or embeddings, (C, N, d); or a soft prompt and its C samples
     prompts: Tensor | SoftPrompt
-    examples: Sequence[Example]
-    loss: LossName = "cross_entropy"
-    teacher_forcing: bool = True
+    examples: Sequence[Example]  # what each of them is read with; a loss is the mean over these
+    loss: LossName = "cross_entropy"  # which loss
+    teacher_forcing: bool = True  # feed the target's own prefix; else run freely
+    # In a free run, what is read next; default: the greedy token
     next_token: RelaxedNextToken | None = None
+    # Of one discrete prompt, ask which tokens the gradient would put into it
     swaps: Swaps | None = None
+    # Weight of each target token in the loss, (M,); default: all the same
     token_weights: Tensor | None = None
+    # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
-    norm_gradient_scale: float = 1.0
+    norm_gradient_scale: float = 1.0  # factor on gradients at the LM's norm layers
 
     @property
     def count(self) -> int:
@@ -133,18 +109,14 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What came of a pass.
+    """What came of a pass."""
 
-    Attributes:
-        losses: Of each prompt, (C,), with a graph where the prompts have one.
-        output_ids: What the pass itself decoded after each, (C, M); of several examples, their
-            outputs concatenated.
-        swap_ids: Where it was asked for, the tokens that lower the loss most, to first order, at
-            each position, (N, K); `NO_SWAP` where there are fewer.
-    """
-
-    losses: Tensor
+    losses: Tensor  # of each prompt, (C,), with a graph where the prompts have one
+    # What the pass itself decoded after each, (C, M); of several examples, their outputs
+    # concatenated
     output_ids: Tensor
+    # Where it was asked for, the tokens that lower the loss most, to first order, at each position,
+    # (N, K); `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
 
 
@@ -153,17 +125,12 @@ Steps = Generator[Pass, Scores, T]
 
 @dataclass
 class Account:
-    """What one slot may spend, and what it has read before.
+    """What one slot may spend, and what it has read before."""
 
-    Attributes:
-        left: Token-passes that it may still spend.
-        known: Beginnings of prompts whose keys and values it has paid for, the latest last.
-        cost: What it has spent since the account was opened.
-    """
-
-    left: float = float("inf")
+    left: float = float("inf")  # token-passes that it may still spend
+    # Beginnings of prompts whose keys and values it has paid for, the latest last
     known: list[tuple[int, ...]] = field(default_factory=list)
-    cost: Cost = Cost()
+    cost: Cost = Cost()  # what it has spent since the account was opened
 
     def unknown(self, ids: tuple[int, ...]) -> int:
         """How many of the ids come after the longest beginning that was read before."""
@@ -198,12 +165,9 @@ class Reader(Protocol):
 
 @dataclass
 class Outcome(Generic[T]):
-    """What became of one slot's step.
+    """What became of one slot's step."""
 
-    Attributes:
-        value: What the step returned; None where the budget did not cover one of its passes.
-    """
-
+    # What the step returned; None where the budget did not cover one of its passes
     value: T | None = None
 
 

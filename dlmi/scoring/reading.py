@@ -24,28 +24,19 @@ _HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """How a batch is read.
+    """How a batch is read."""
 
-    Attributes:
-        lm: The model.
-        store: Keeps the beginnings of the rows.
-        batch: The rows.
-        loss: Which loss.
-        weights: Weight of each target token, (m,); None: all the same.
-        teacher_forcing: Feed the targets' own prefixes; else run freely.
-        next_embeds: What free runs of some rows read next; None: their greedy tokens.
-        fluency: A penalty on the prompts, whose tokens are then products with its matrix.
-        on_layers: Is told the keys and values of each row, which then all run packed.
-    """
-
-    lm: FrozenLM
-    store: PrefixStore
-    batch: Batch
-    loss: LossName = "cross_entropy"
-    weights: Tensor | None = None
-    teacher_forcing: bool = True
+    lm: FrozenLM  # the model
+    store: PrefixStore  # keeps the beginnings of the rows
+    batch: Batch  # the rows
+    loss: LossName = "cross_entropy"  # which loss
+    weights: Tensor | None = None  # weight of each target token, (m,); None: all the same
+    teacher_forcing: bool = True  # feed the targets' own prefixes; else run freely
+    # What free runs of some rows read next; None: their greedy tokens
     next_embeds: Callable[[slice], NextEmbeds] | None = None
+    # A penalty on the prompts, whose tokens are then products with its matrix
     fluency: Fluency | None = None
+    # Is told the keys and values of each row, which then all run packed
     on_layers: Callable[[int, Layers], None] | None = None
 
     def losses(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,16 +62,15 @@ class Reading:
         batch = self.batch
         spans = [slice(0, len(batch.rows))] if self.is_packed else batch.groups
         for span in spans:
+
+            def part(cut: slice, first: int = span.start) -> None:
+                work(slice(first + cut.start, first + cut.stop))
+
             rows = span.stop - span.start
             tokens, targets = batch.tokens(span), batch.targets(span)
+            length, keep = (-(-(own.stop - own.start) // rows) for own in (tokens, targets))
             self.lm.rows_per_pass.run(
-                self.lm,
-                rows,
-                -(-(tokens.stop - tokens.start) // rows),
-                -(-(targets.stop - targets.start) // rows),
-                lambda cut, first=span.start: work(slice(first + cut.start, first + cut.stop)),
-                wants_gradient,
-                is_packed=self.is_packed,
+                self.lm, rows, length, keep, part, wants_gradient, self.is_packed
             )
 
     def score(self, inputs: Tensor, readouts: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:

@@ -23,50 +23,29 @@ from dlmi.targets.target import Target, split
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a row.
+    """What became of a row."""
 
-    Attributes:
-        problems: What does not hold, a line each.
-        exact: Whether the ids of the prompt make the LM say the target.
-        text_exact: Whether its pasted text does.
-    """
-
-    problems: tuple[str, ...]
-    exact: bool = False
-    text_exact: bool = False
+    problems: tuple[str, ...]  # what does not hold, a line each
+    exact: bool = False  # whether the ids of the prompt make the LM say the target
+    text_exact: bool = False  # whether its pasted text does
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How the prompt of one row does in one model and dtype.
+    """How the prompt of one row does in one model and dtype."""
 
-    Attributes:
-        target_id: Of the row.
-        seed: Of the row.
-        method: Of the row.
-        model: Where the prompt was tried.
-        dtype: In which dtype.
-        was_exact: What the row says.
-        was_lcs: The same.
-        exact: Whether its ids make the model say the target; None if only text went over.
-        lcs: Honest LCS ratio of its ids; None likewise.
-        text_exact: Whether its pasted text does.
-        text_lcs: Honest LCS ratio of its pasted text.
-        output_text: What the model says to the ids, or to the text if only that went over.
-    """
-
-    target_id: str
-    seed: int
-    method: str
-    model: str
-    dtype: str
-    was_exact: bool
-    was_lcs: float
-    exact: bool | None
-    lcs: float | None
-    text_exact: bool
-    text_lcs: float
-    output_text: str
+    target_id: str  # of the row
+    seed: int  # of the row
+    method: str  # of the row
+    model: str  # where the prompt was tried
+    dtype: str  # in which dtype
+    was_exact: bool  # what the row says
+    was_lcs: float  # the same
+    exact: bool | None  # whether its ids make the model say the target; None if only text went over
+    lcs: float | None  # honest LCS ratio of its ids; None likewise
+    text_exact: bool  # whether its pasted text does
+    text_lcs: float  # honest LCS ratio of its pasted text
+    output_text: str  # what the model says to the ids, or to the text if only that went over
 
 
 def verify_row(lm: FrozenLM, row: Inversion) -> Verified:

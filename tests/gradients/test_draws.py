@@ -63,7 +63,7 @@ def test_unbiased_estimators_hit_the_truth():
 
 def tau_of(name, slot):
     method = ESTIMATORS[name]
-    return method.tau(DrawSlot.of(slot, method, "draw"))
+    return method.soft_prompt(DrawSlot.of(slot, method, "draw"), None).tau
 
 
 def test_temperatures_follow_phi_under_their_own_scale():

@@ -144,7 +144,7 @@ def test_annealing_reaches_its_end(data, fit):
     class Watch(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             [slot] = pl_module.active
-            seen.append(float(pl_module.method.temperatures(slot)[0]))
+            seen.append(float(pl_module.method.soft_prompt(slot, None).tau[0]))
 
     method = GBDA(tau=100.0, tau_end=0.01)
     fit(Inverter(method, **{**SMALL, "steps": 10}), data(**ONE), callbacks=[Watch()])

@@ -192,6 +192,7 @@ def test_an_evaluation_costs_what_the_lm_saw(context, kind, model_folder):
     lm = load_lm(str(model_folder(kind)), dtype="float64")
     vocabulary = Vocabulary(lm)
     engine = Engine(vocabulary)
+    assert lm.can_pack == (kind == "llama")  # what finds that out reads tokens too
     budget = Budget(9, None, 6, can_share=lm.can_share)
     pool = SlotPool(METHODS["dlmi"], engine, vocabulary, budget, 0, True, dict, list)
     costs = set()
@@ -206,7 +207,6 @@ def test_an_evaluation_costs_what_the_lm_saw(context, kind, model_folder):
             assert slot.cost.total == budget.most_evaluated(slot)
         costs.add(slot.cost.total)
         engine.prefixes = PrefixStore(lm, 4)
-        assert lm.can_share == (kind == "llama")
     assert costs
 
 
