@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from jsonargparse import Namespace
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from dlmi.cli.fit_plan import plan_fit
+from dlmi.cli.fit import plan_fit
+from dlmi.cli.output import table
 from dlmi.cli.parser import CommandParser
 from dlmi.compare.cells import CellRun
 from dlmi.compare.display import GridDisplay, print_plan
@@ -19,30 +18,13 @@ from dlmi.report.blocks import format_cell
 from dlmi.report.estimates import mean_of, summarise
 from dlmi.report.loading import Group, load
 from dlmi.run.callbacks.results import lock_folder
-from dlmi.text import visible
 
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m dlmi compare",
-        usage="python -m dlmi compare --config FILE [options]",
-        description=(
-            "Run a grid of methods, prompt lengths and seeds over one set of targets. Each cell is "
-            "an ordinary `fit`; run the same command again to go on where it stopped."
-        ),
-    )
+    parser = CommandParser.of("compare", compare, "--config FILE [options]", {"grid", "beside"})
     parser.add_argument("-c", "--config", action="config", help="A grid, YAML.")
     parser.add_class_arguments(Grid)
-    parser.add_argument(
-        "--dry_run", action="store_true", help="Print the plan and what it costs, run nothing."
-    )
-    parser.add_argument(
-        "--speed",
-        type=float | None,
-        default=None,
-        help="Token passes per second, for the plan; default: that of the cells that are done.",
-    )
     return parser
 
 
@@ -52,31 +34,38 @@ def compare_command(arguments: list[str]) -> int:
         raise InputError(
             "Expected `--config` to name a grid, but got none. Try configs/compare/small.yaml."
         )
-    parser = make_parser()
-    config = parser.parse_args(arguments)
-    if config.speed is not None and not config.speed > 0:
-        raise InputError(f"Expected `--speed` to be positive, but got {config.speed}.")
-    grid = _grid(parser.instantiate_classes(config))
-    beside = Path(str(config.config[-1])).absolute().parent
-    cells = plan(grid, beside, plan_fit)
-    runs = [CellRun(grid, cell) for cell in cells]
+    options = make_parser().read(arguments)
+    beside = Path(str(options.pop("config")[-1])).absolute().parent
+    grid = Grid(**{field.name: options.pop(field.name) for field in fields(Grid)})
+    return compare(grid, beside, **options)
+
+
+def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None = None) -> int:
+    """Run a grid of methods, prompt lengths and seeds over one set of targets.
+
+    Each cell is an ordinary `fit`; run the same command again to go on where it stopped.
+
+    Args:
+        grid: The comparison.
+        beside: Folder of the grid's file.
+        dry_run: Print the plan and what it costs, run nothing.
+        speed: Token passes per second, for the plan; default: that of the cells that are done.
+    """
+    if speed is not None and not speed > 0:
+        raise InputError(f"Expected `--speed` to be positive, but got {speed}.")
+    runs = [CellRun(grid, cell) for cell in plan(grid, beside, plan_fit)]
     for run in runs:
         run.check_unchanged()
-    if config.dry_run:
-        print_plan(grid, runs, config.speed)
+    if dry_run:
+        print_plan(grid, runs, speed)
         return 0
     with lock_folder(Path(grid.out)):
         return _run_all(grid, runs)
 
 
-def _grid(config: Namespace) -> Grid:
-    return Grid(**{field.name: config[field.name] for field in fields(Grid)})
-
-
 def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
-    display = GridDisplay(grid, runs)
     failed = []
-    with display:
+    with GridDisplay(grid, runs) as display:
         for number, run in enumerate(runs, start=1):
             if run.seconds is not None:
                 continue
@@ -97,24 +86,12 @@ def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
 
 def _results_table(group: Group) -> Table:
     """Per method and N at the full budget."""
-    table = Table(
-        title=Text(
-            f"{visible(group.model)}, {visible(group.dtype)}: discrete prompt, free greedy decode, "
-            "full budget",
-            style="table.title",
-        ),
-        title_justify="left",
-    )
-    names = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")
-    for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right")
+    lines = []
     for series in group.series:
         found = summarise(series, group.budgets[-1])
-        table.add_row(
-            Text(visible(series.label)),  # a plain string would be read as markup
-            str(series.prompt_length),
-            f"{found.targets} x {found.seeds}",
-            f"{found.exact_rows}/{len(series.rows)}",
-            *(format_cell(mean_of(number)) for number in (found.lcs, found.as_in_code)),
-        )
-    return table
+        sizes = f"{found.targets} x {found.seeds}", f"{found.exact_rows}/{len(series.rows)}"
+        means = (format_cell(mean_of(number)) for number in (found.lcs, found.as_in_code))
+        lines.append((series.label, series.prompt_length, *sizes, *means))
+    title = f"{group.model}, {group.dtype}: discrete prompt, free greedy decode, full budget"
+    columns = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")
+    return table(title, columns, lines, texts=["method"])

@@ -20,16 +20,16 @@ _HEADER = """\
 
 def make_parser() -> CommandParser:
     """No options."""
-    return CommandParser(
-        prog="python -m dlmi completion",
-        usage="python -m dlmi completion",
-        description="Print a script for completion in bash: source <(dlmi completion)",
-    )
+    return CommandParser.of("completion", completion, usage="")
 
 
 def completion_command(arguments: list[str]) -> int:
-    """Print the script."""
-    make_parser().parse_args(arguments)
+    """Exit code 0."""
+    return completion(**make_parser().read(arguments))
+
+
+def completion() -> int:
+    """Print a script for completion in bash: source <(dlmi completion)."""
     whole = ArgumentParser(prog="dlmi")
     whole.add_argument("--version", action="store_true")
     commands = whole.add_subcommands()

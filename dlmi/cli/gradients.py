@@ -3,14 +3,13 @@
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from jsonargparse import Namespace
-from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
-from dlmi.cli.parser import CommandParser, default_device
+from dlmi.cli.output import check_writable, table
+from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.gradient_rows import (
     FILE_NAME,
@@ -22,9 +21,11 @@ from dlmi.gradient_rows import (
 )
 from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.estimators import ESTIMATORS, Estimator, label
+from dlmi.lm.placement import default_device
 from dlmi.report.gradient_comparison import ks_tests, labels_of, median_statistic
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
+from dlmi.run.quiet import run_quietly
 from dlmi.scoring.losses import LossName
 from dlmi.text import visible
 
@@ -71,29 +72,9 @@ class TrajectoryRun:
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m dlmi gradients",
-        usage="python -m dlmi gradients --config FILE [options]",
-        description=(
-            "Bias and variance of gradient estimators with respect to Z, against the true "
-            "gradient of the expected loss of hard prompts, along optimisation runs. One JSON line "
-            f"per estimator, target, seed and step goes to {FILE_NAME} in the folder `--out`."
-        ),
-    )
+    usage = "--config FILE [options]"
+    parser = CommandParser.of("gradients", gradients, usage, {"run", "study", "data"})
     parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML.")
-    parser.add_argument(
-        "--trajectory",
-        choices=["own", *ESTIMATORS],
-        default="own",
-        help=(
-            "Whose run gives the states: `own` measures each estimator along its own (as in the "
-            "paper), the name of an estimator measures all of them at the states of its run."
-        ),
-    )
-    parser.add_argument("--seeds", type=list[int], default=[0], help="Of the runs, one each.")
-    parser.add_argument(
-        "--out", type=Path, default=Path("gradients"), help="Folder for the rows; made if need be."
-    )
     parser.add_class_arguments(TrajectoryRun, "run")
     parser.add_class_arguments(GradientStudy, "study")
     parser.add_class_arguments(TargetDataModule, "data")
@@ -102,61 +83,60 @@ def make_parser() -> CommandParser:
 
 def gradients_command(arguments: list[str]) -> int:
     """Run, measure, print and write."""
-    parser = make_parser()
-    config = parser.parse_args(arguments)
-    try:
-        rows = _measure(parser, config)
-    except InputError as error:  # methods and runs name their own sections
-        message = str(error).replace("`model.method.", "`run.").replace("`model.", "`run.")
-        raise InputError(message) from error
-    screen = Console()
-    screen.print(_medians_table(rows), _tests_table(rows))
-    print(f"{len(rows)} rows in {config.out / FILE_NAME}")
-    return 0
+    options = make_parser().read(arguments)
+    del options["config"]
+    return gradients(**options)
 
 
-def _measure(parser: CommandParser, config: Namespace) -> list[GradientRow]:
-    path: Path = config.out / FILE_NAME
+def gradients(
+    run: TrajectoryRun,
+    study: GradientStudy,
+    data: TargetDataModule,
+    trajectory: str = "own",
+    seeds: list[int] = [0],  # noqa: B006  # never changed
+    out: Path = Path("gradients"),
+) -> int:
+    """Bias and variance of gradient estimators with respect to Z, along optimisation runs.
+
+    They are measured against the true gradient of the expected loss of hard prompts. One JSON line
+    per estimator, target, seed and step goes to gradients.jsonl in the folder `--out`.
+
+    Args:
+        run: The optimisation.
+        study: What is measured.
+        data: LM and targets.
+        trajectory: Whose run gives the states: `own` measures each estimator along its own (as in
+            the paper), the name of an estimator measures all of them at the states of its run.
+        seeds: Of the runs, one each.
+        out: Folder for the rows; made if need be.
+    """
+    path, names = out / FILE_NAME, study.estimators
     refuse_used_file(path)
-    if config.out.exists() and not config.out.is_dir():
-        raise InputError(f"Expected `--out` to be a folder, but {config.out} is a file.")
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        raise InputError(f"Expected `--seeds` to be different numbers, but got {config.seeds}.")
-    made = parser.instantiate_classes(config)
-    run: TrajectoryRun = made.run
-    data: TargetDataModule = made.data
-    leader, names = config.trajectory, config.study.estimators
-    parts = [(name, [name]) for name in names] if leader == "own" else [(leader, names)]
-    for first, _ in parts:
-        run.inverter(ESTIMATORS[first], config.seeds[0])  # checks, before the LM is loaded
+    check_writable(out, "--out")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise InputError(f"Expected `--seeds` to be different numbers, but got {seeds}.")
+    if trajectory not in ("own", *ESTIMATORS):
+        known = ", ".join(ESTIMATORS)
+        raise InputError(
+            f"Expected `--trajectory` to be own or one of {known}, but got {trajectory!r}."
+        )
+    parts = [(name, [name]) for name in names] if trajectory == "own" else [(trajectory, names)]
+    for leader, _ in parts:
+        run.inverter(ESTIMATORS[leader], seeds[0])  # checks, before the LM is loaded
     data.load(default_device())
     started = time.monotonic()
-    for first, measured in parts:
-        study = GradientStudy(**{**config.study.as_dict(), "estimators": measured})
-        study.path = path
-        study.trajectory = "own" if leader == "own" else label(ESTIMATORS[first])
-        study.notify = lambda row: _print_row(row, time.monotonic() - started)
-        for seed in config.seeds:
-            _follow(run.inverter(ESTIMATORS[first], seed), data, study, config.out)
-    return read_gradient_rows(path)[0]
-
-
-def _follow(inverter: Inverter, data: TargetDataModule, study: GradientStudy, folder: Path) -> None:
-    trainer = Trainer(
-        max_epochs=-1,
-        callbacks=[study],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    try:
-        trainer.fit(inverter, datamodule=data)
-    except SystemExit:  # Lightning's answer to Ctrl-C
-        if trainer.interrupted:
-            raise KeyboardInterrupt from None
-        raise
+    study.path, study.notify = path, lambda row: _print_row(row, time.monotonic() - started)
+    for leader, study.estimators in parts:
+        study.trajectory = "own" if trajectory == "own" else label(ESTIMATORS[leader])
+        for seed in seeds:
+            try:
+                run_quietly(run.inverter(ESTIMATORS[leader], seed), data, [study])
+            except SystemExit as ended:  # Lightning's answer to Ctrl-C
+                raise KeyboardInterrupt from ended
+    rows = read_gradient_rows(path)[0]
+    Console().print(_medians_table(rows), _tests_table(rows))
+    print(f"{len(rows)} rows in {path}")
+    return 0
 
 
 def _print_row(row: GradientRow, seconds: float) -> None:
@@ -169,33 +149,22 @@ def _print_row(row: GradientRow, seconds: float) -> None:
 def _medians_table(rows: list[GradientRow]) -> Table:
     kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
     truth = f"truth: {', '.join(kinds)}" if kinds else "no truth was due"
-    table = Table(
-        title=f"Medians over rows, with the ends of a typical row's 95% interval ({truth})",
-        title_justify="left",
-    )
-    for name in ("estimator", "rows", *STATISTICS):
-        table.add_column(name, justify="left" if name == "estimator" else "right")
-    for estimator in labels_of(rows):
-        count = sum(row.estimator == estimator for row in rows)
-        medians = (median_statistic(rows, estimator, name)[0] for name in STATISTICS)
-        table.add_row(estimator, str(count), *map(_cell, medians))
-    return table
+    lines: list[list[Any]] = []
+    for name in labels_of(rows):
+        medians = (median_statistic(rows, name, statistic)[0] for statistic in STATISTICS)
+        lines.append([name, sum(row.estimator == name for row in rows), *map(_cell, medians)])
+    title = f"Medians over rows, with the ends of a typical row's 95% interval ({truth})"
+    return table(title, ("estimator", "rows", *STATISTICS), lines, texts=["estimator"])
 
 
 def _tests_table(rows: list[GradientRow]) -> Table:
-    table = Table(
-        title="Kolmogorov-Smirnov distance D of each pair, and p (two-sided, Holm-corrected)",
-        title_justify="left",
-    )
-    for name in ("estimators", *_TESTED):
-        table.add_column(name, justify="left" if name == "estimators" else "right")
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for test in ks_tests(rows, _TESTED):
         text = f"{test.distance:.2f}  p {test.adjusted_p_value:.2g}"
-        cells.setdefault((test.first, test.second), {})[test.statistic_name] = text
-    for (first, second), by_name in cells.items():
-        table.add_row(f"{first} | {second}", *(by_name.get(name, "-") for name in _TESTED))
-    return table
+        cells.setdefault(f"{test.first} | {test.second}", {})[test.statistic_name] = text
+    lines = [[pair, *(found.get(name, "-") for name in _TESTED)] for pair, found in cells.items()]
+    title = "Kolmogorov-Smirnov distance D of each pair, and p (two-sided, Holm-corrected)"
+    return table(title, ("estimators", *_TESTED), lines, texts=["estimators"])
 
 
 def _cell(statistic: Statistic) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.invert_text import invert
-from dlmi.invert_text.screen import SearchScreen, print_found
+from dlmi.invert_text.screen import print_found, search_screen
 from dlmi.lm.loading import PACKAGED
 
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
@@ -14,11 +14,11 @@ SOLVED, BEST_EFFORT = 0, 3  # exit codes
 
 def invert_command(arguments: list[str]) -> int:
     """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
-    options = make_parser().parse_args(arguments).as_dict()
+    options = make_parser().read(arguments)
     text = _read_text(options.pop("text"), options.pop("file"))
     as_json = options.pop("json")
-    with SearchScreen() as screen:
-        row = invert(text=text, on_progress=screen.show, **options)
+    with search_screen() as show:
+        row = invert(text=text, on_progress=show, **options)
     if as_json:
         print(row.to_json_line(), end="")
     else:
@@ -28,25 +28,22 @@ def invert_command(arguments: list[str]) -> int:
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m dlmi invert",
-        usage='python -m dlmi invert "TEXT" [options]',
-        description=(
-            "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: only "
-            "the best effort, also after Ctrl-C; 2: a mistake in the input."
-        ),
+    usage = '"TEXT" [options]'
+    parser = CommandParser.of("invert", invert, usage, {"lm", "text", "on_progress"})
+    parser.description = (
+        "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: only the "
+        "best effort, also after Ctrl-C; 2: a mistake in the input."
     )
     parser.add_argument(
         "text",
         nargs="?",
-        type=str,
+        type=str | None,
         default=None,
         help="What the LM is to say; `-`, or nothing, reads it from stdin. Most texts that go on "
         'in the middle of a line start with a space: " Paris.".',
     )
     parser.add_argument("--file", type=Path | None, default=None, help="A file with the text.")
     parser.add_argument("--lm", type=str, default=PACKAGED, help="As in `fit`'s `data`.")
-    parser.add_function_arguments(invert, skip={"lm", "text", "on_progress"})
     parser.add_argument(
         "--json", action="store_true", help="The result row as JSON on stdout, and nothing else."
     )

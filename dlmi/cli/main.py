@@ -5,6 +5,7 @@ Every mistake of the user ends in one line and exit code 2; Ctrl-C ends in exit 
 
 import importlib
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except UnicodeDecodeError as error:
         fail(f"Expected files of UTF-8 text, but one is not ({error}).")
     except ValueError as error:
-        fail(str(input_error_behind(error)))
+        fail(_own_names(command, str(input_error_behind(error))))
     except (RunStopped, OSError) as error:
         stopped = run_stopped_behind(error)
         print(f"dlmi: stopped: {visible(' '.join(str(stopped).split()))}", file=sys.stderr)
@@ -73,10 +74,20 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def _own_names(command: str, message: str) -> str:
+    """A message with the options of a command; runs and LMs name those of `fit`.
+
+    >>> _own_names("invert", "Expected `model.fluency`, but got `--data.lm x`.")
+    'Expected `fluency`, but got `--lm x`.'
+    """
+    if command in ("fit", "compare"):
+        return message
+    sections = r"model\.(?:method\.)?" if command == "gradients" else r"(?:model|data)\."
+    return re.sub(rf"(`|--){sections}", r"\1run." if command == "gradients" else r"\1", message)
+
+
 def _run(name: str, arguments: list[str]) -> int:
     """Import a command, and only now what it needs: most need torch, which takes seconds."""
-    from dlmi.cli.parser import refuse_endless_yaml
-
     module = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
         from dlmi.lm.memory import keep_freed_memory
@@ -84,7 +95,6 @@ def _run(name: str, arguments: list[str]) -> int:
 
         keep_freed_memory()
         watch_threads()
-    refuse_endless_yaml()
     command: Callable[[list[str]], int] = getattr(module, f"{name}_command")
     return command(arguments)
 

@@ -1,25 +1,55 @@
 """What the parsers of all commands have in common: errors of one line, in plain English."""
 
 import contextlib
+import dataclasses
 import difflib
+import inspect
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
+
+# lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot change that.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 import jsonargparse
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from dlmi.cli.spellings import CLASSES, COMMANDS, method_names, method_settings, new_spelling
 from dlmi.errors import InputError, find_input_error
 
-if TYPE_CHECKING:  # some commands need no torch, and start without it
-    import torch
+# Settings that have another name now: refused, with the new one in the same line. Those that have
+# only moved need no entry, for they are found by their last part.
+FORMER = {
+    "EchoSearch": "SwapSearch",
+    "model.class_path": "model.method",
+    "model.init": "model.method.first_prompt",
+    "model.start": "model.method.start_from",
+    "model.starts": "model.method.num_starts",
+    "model.refine_after": "model.method Refined, with model.method.first and model.method.after",
+    "model.refine_width": "model.method.width (of Refined: model.method.search.width)",
+    "model.next_token": "model.method.next_token_tau (unset: greedy tokens)",
+    "model.allow_non_ascii": "model.allowed_tokens all",
+    "data.lm_device_map": "data.load.device_map",
+    "data.target_length": "data.targets.length",
+    "data.rank_sigma": "data.targets.sigma",
+    "data.target_seed": "data.targets.seed",
+    "data.targets_file": "data.targets File, with data.targets.path",
+    "data.texts": "data.targets Texts, with data.targets.texts",
+    "data.shared": "data.share (with data.share.per_step, evaluated or held_out)",
+    "data.examples_per_step": "data.share.per_step",
+    "data.eval_examples": "data.share.evaluated",
+    "data.held_out_file": "data.share.held_out",
+    "data.questions": "data.targets Questions, with data.targets.source",
+    "data.max_questions": "data.targets.limit",
+    "data.reasoning": "data.targets.reasoning_tokens (unset: none)",
+    "target_length": "length",
+    "rank_sigma": "sigma",
+    "target_seed": "seed",
+    "targets_file": "file",
+    "lm_device_map": "load.device_map",
+}
 
-_DEEPEST, _MOST_VALUES = 64, 100_000  # levels and values of YAML
-_SOURCES = ["ByRank", "File", "Texts", "Questions"]
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -27,159 +57,193 @@ _KINDS = {
     "str": "a text",
     "list": "a list",
     "tuple": "a list",
+    "Iterable": "a list",
     "dict": "a mapping",
 }
+_DEEPEST, _MOST_VALUES = 64, 100_000  # levels and values of YAML
 
 
 class OptionError(ValueError):
     """What jsonargparse says of options, in its own words; parsers within parsers add to it."""
 
 
-@contextlib.contextmanager
-def plain_errors(parser: ArgumentParser) -> Iterator[None]:
-    """Turn what a parser refuses into an `InputError` of one line."""
-    try:
-        yield
-    except OptionError as error:
-        raise find_input_error(error) or InputError(plain(str(error), parser)) from error
-
-
 class CommandParser(ArgumentParser):
-    """The parser of a command beside `fit`."""
+    """A parser whose errors are `InputError`s of one line."""
+
+    @classmethod
+    def of(
+        cls,
+        command: str,
+        signature: Callable[..., Any],
+        usage: str = "[options]",
+        skip: set[str | int] | None = None,
+    ) -> Self:
+        """A parser whose options are the parameters of a function or class.
+
+        Args:
+            command: Its name.
+            signature: The function or class; its docstring is the help.
+            usage: What stands behind the command's name.
+            skip: Parameters that are no options.
+        """
+        name = f"python -m dlmi {command}"
+        about = re.split(r"\n\n(?:Args|Attributes):", inspect.getdoc(signature) or "")[0]
+        parser = cls(prog=name, usage=f"{name} {usage}", description=about)
+        if isinstance(signature, type):
+            parser.add_class_arguments(signature, as_group=False, skip=skip)
+        else:
+            parser.add_function_arguments(signature, as_group=False, as_positional=True, skip=skip)
+        for action in parser._actions:
+            if getattr(action, "_typehint", None) in (bool, bool | None):
+                action.nargs, action.const = "?", True  # `--option` alone is `--option true`
+        return parser
+
+    def read(self, arguments: list[str]) -> dict[str, Any]:
+        """The options by name, made into what they stand for."""
+        return dict(vars(self.instantiate_classes(self.parse_args(arguments))))
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """As the base class, but for `null`, which that takes for a value of any type."""
+        """As the base class, with errors in plain English."""
         with plain_errors(self):
-            config: Namespace = super().parse_args(*args, **kwargs)
-        for name, default in self.get_defaults().items():
-            if default is not None and config.get(name) is None:
-                raise InputError(f"Expected `{name}` to have a value, but got null. Leave it out.")
-        return config
+            parsed: Namespace = super().parse_args(*args, **kwargs)
+        return parsed
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """As the base class; YAML that is none is told with the name of its file."""
+        try:
+            parsed: Namespace = super().parse_path(path, *args, **kwargs)
+        except OptionError as error:
+            raise OptionError(str(error).replace("<unicode string>", str(path))) from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"Expected {path} to be UTF-8, but it is not ({error}).") from error
+        return parsed
+
+    def validate(
+        self,
+        namespace: Namespace,
+        skip_unset: bool = True,
+        skip_required: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As the base class, and then once more: it takes null for a value of any type."""
+        super().validate(namespace, skip_unset, skip_required, **kwargs)
+        if not skip_required:
+            super().validate(namespace, False, **kwargs)
+            for name in self.groups or ():
+                if namespace.get(name, self) is None:
+                    raise InputError(f"Expected `{name}` to be a mapping, but got null.")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise it."""
         raise OptionError(message) from ex
 
 
-def plain(message: str, parser: ArgumentParser) -> str:
-    """A message of jsonargparse in plain English, with the way out.
+@contextlib.contextmanager
+def plain_errors(parser: ArgumentParser | None, *others: type[Exception]) -> Iterator[None]:
+    """Turn what a parser refuses, and other errors that settings can cause, into `InputError`."""
+    try:
+        yield
+    except (OptionError, *others) as error:  # type: ignore[misc]
+        raise find_input_error(error) or InputError(_plain(str(error), parser)) from error
 
-    Args:
-        message: Several lines: the way to the setting, then all that was tried.
-        parser: Who says so.
-    """
+
+def _plain(message: str, parser: ArgumentParser | None) -> str:
+    """A message of jsonargparse (the way to the setting, then all that was tried) in one line."""
     head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
     keys = [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
     key = ".".join(keys)
-    if found := re.search(r"(?:Subcommand|Group) '\S+' does not accept option '([^']+)'", message):
-        group = re.search(r"Group '(\S+)'", message)
-        return _unknown(f"{group[1]}.{found[1]}" if group else found[1], parser)
-    if found := re.search(r"Option '([^']+)' is not accepted", message):
-        return _unknown(".".join([*keys, found[1]]), parser)
-    if found := re.search(r"unrecognized arguments: (?:--)?([^ =]+)", message):
-        return _unknown(found[1], parser)
-    if found := re.search(r"arguments are required: (\S+)", message):
-        return _missing(found[1])
-    if key == "model" and (found := re.search(r"Unable to load config '([^']*)'", message)):
-        return _method_as_model(found[1])
-    if found := re.search(r"Expected a dot import path string: (.*)", message):
-        if key.startswith("model.method"):
-            return _unknown_class(key, found[1], "a method", method_names())
-        if key == "data.targets":
-            return _unknown_class(key, found[1], "a source of targets", _SOURCES)
-    return _wrong_value(key, message)
-
-
-def _renamed(old: str, new: str) -> str:
-    return f"Expected settings by their present names, but got `{old}`, which is now `{new}`."
+    if parser is not None and (
+        found := re.search(
+            r"(?:Group '(\S+)' does not accept option|^ *Option) '([^']+)'|"
+            r"unrecognized arguments: (?:--)?([^ =]+)",
+            message,
+            flags=re.M,
+        )
+    ):
+        return _unknown(".".join([*keys, *filter(None, found.groups())]), parser)
+    if found := re.search(r"arguments are required: ([^\s,]+)", message):
+        missing = ".".join([*keys, found[1]])
+        names = f" Give {_class(missing)}." if _classes(missing) else ""
+        return f"Expected `{missing}` to be given, but it is not.{names}"
+    if found := re.search(r"Problem with given class_path '([^']+)':\s+(.+)", message):
+        return f"Expected {found[1]} to be of use here, but it is not: {found[2]}"
+    if found := re.search(r"Unable to load config '([^']*)'", message):
+        new = f"{key}.method {FORMER.get(found[1], found[1])}"
+        hint = f" It is now `{new}`." if key == "model" else ""
+        return f"Expected `{key}` to be a mapping, but got `{key} {found[1]}`.{hint}"
+    tried = re.findall(
+        r"(?:Expected an?|Not a valid subclass of) (.+?)(?:(?:\. Got value)?: (.*))?$",
+        message,
+        flags=re.M,
+    )
+    kinds = [_kind(kind, key) for kind, _ in tried if not re.search("NoneType|^path", kind)]
+    given = re.findall(r"Given value: (.*)", message) or [value for _, value in tried if value]
+    if key and kinds and given:
+        new = f" It is now `{FORMER[given[-1]]}`." if given[-1] in FORMER else ""
+        value = "null" if given[-1] == "None" else given[-1]
+        return f"Expected `{key}` to be {' or '.join(dict.fromkeys(kinds))}, but got {value}.{new}"
+    text = re.sub(r'Parser key "[^"]+":', "", message)
+    return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
 
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
-    """No such setting: it has another name now, or it is misspelt."""
-    is_fit = any(action.dest == "model.method" for action in parser._actions)
-    known = [action.dest for action in parser._actions]
-    if is_fit and (new := new_spelling(key)):
-        return _renamed(key, new)
-    if not is_fit and (new := COMMANDS.get(key)) in known:
-        return _renamed(f"--{key}", f"--{new}")
-    known += [f"model.method.{name}" for name in method_settings()] if is_fit else []
-    close = difflib.get_close_matches(key, [name for name in known if name != key], n=1)
-    hint = f" Did you mean `{close[0]}`?" if close else ""
-    if is_fit:
-        hint += (
-            " `python -m dlmi fit --help` lists them, `python -m dlmi fit --model.method.help "
-            "METHOD` those of a method."
-        )
-    return f"Expected options that exist, but got `{key}`.{hint}"
+    """No such option: it is that of another class, or has another name now, or is misspelt."""
+    section, _, last = key.rpartition(".")
+    known = {action.dest: "" for action in parser._actions}
+    for place in ("model.method", "data.targets"):
+        for cls in _classes(place) if place in known else ():
+            for field in dataclasses.fields(cls):
+                known.setdefault(f"{place}.{field.name}", cls.__name__)
+    owner = known.pop(key, "")
+    moved = [name for name in known if name.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(key, moved, 1, 0) or difflib.get_close_matches(key, known, 1)
+    hint = f"It is one of {owner}. " if owner else ""
+    if new := FORMER.get(f"{key.partition('.')[0]}.{last}" if section else key):
+        hint += f"It is now `{new}`. "
+    elif close:
+        hint += f"Did you mean `{close[0]}`? "
+    helps = f"`{parser.prog} --help` lists them"
+    if key.startswith("model."):
+        helps += f", `{parser.prog} --model.method.help METHOD` those of a method"
+    return f"Expected options that exist, but got `{key}`. {hint}{helps}."
 
 
-def _missing(name: str) -> str:
-    if name.removeprefix("fit.") == "model.method":
-        return (
-            "Expected a method, but got none. Give `--config configs/quickstart.yaml`, or "
-            f"`--model.method` with one of: {', '.join(method_names())}."
-        )
-    return f"Expected `{name}` to be given, but it is not."
+def _classes(key: str) -> list[Any]:
+    """What may stand under a key by its name alone."""
+    if key.startswith("model.method"):
+        from dlmi import methods  # only now: it brings torch
+
+        return [getattr(methods, name) for name in methods.__all__]
+    if key == "data.targets":
+        from dlmi.targets import sources
+
+        return [sources.ByRank, sources.File, sources.Texts, sources.Questions]
+    return []
 
 
-def _method_as_model(given: str) -> str:
-    """`--model DLMI`, as it was."""
-    name = CLASSES.get(given, given)
-    if name in method_names():
-        return _renamed(f"model {given}", f"model.method {name}")
-    return (
-        f"Expected `model` to be the settings of a run, but got {name!r}. A method is named by "
-        f"`model.method`: {', '.join(method_names())}."
-    )
+def _class(key: str) -> str:
+    names = [cls.__name__ for cls in _classes(key)]
+    return f"one of {', '.join(names)}" if names else "the name of a class"
 
 
-def _unknown_class(key: str, name: str, what: str, names: list[str]) -> str:
-    if name in CLASSES:
-        return _renamed(f"{key} {name}", f"{key} {CLASSES[name]}")
-    return f"Expected `{key}` to be {what} ({', '.join(names)}), but got {name!r}."
-
-
-def _wrong_value(key: str, message: str) -> str:
-    """A setting whose value is of another type, or whatever else is wrong."""
-    tried = re.findall(r"Expected an? (.+?)(?:\. Got value: (.*))?$", message, flags=re.M)
-    kinds = [kind for kind, _ in tried if not re.search(r"NoneType|^path|^dot import", kind)]
-    given = re.findall(r"Given value: (.*)", message) or [value for _, value in tried if value]
-    if not key or not kinds or not given:
-        lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
-        text = re.sub(r'Parser key "[^"]+": ?', "", " ".join(lines))
-        where = f"`{key}`: " if key else ""
-        return f"{where}{text}"[:400]
-    kinds = list(dict.fromkeys(map(_kind, kinds)))
-    return f"Expected `{key}` to be {' or '.join(kinds)}, but got {given[-1]}."
-
-
-def _kind(kind: str) -> str:
+def _kind(kind: str, key: str) -> str:
     """A type as a reader says it."""
     if found := re.match(r"typing\.Literal\[(.*)\]", kind):
         return found[1].replace(", ", " or ")
-    found = re.match(r"<class '(?:.*\.)?(\w+)'>", kind)
-    name = found[1] if found else kind
-    return _KINDS.get(name, name)
+    if found := re.match(r"<class '(?:.*\.)?(\w+)'>", kind):
+        return _KINDS.get(found[1], found[1])
+    return _class(key)
 
 
-def refuse_endless_yaml() -> None:
-    """Have jsonargparse refuse YAML that would crash Python, or that stands for too many values."""
-    load_safely = jsonargparse.get_loader("yaml")
-
-    def load(text: str) -> Any:
-        _check_yaml(text)
-        return load_safely(text)
-
-    if load_safely.__module__ != __name__:  # once is enough
-        jsonargparse.set_loader("yaml", load, exceptions=(yaml.YAMLError,))
+_load_yaml = jsonargparse.get_loader("yaml")
 
 
-def _check_yaml(text: str) -> None:
-    """Raise `YAMLError` for text that nests too deeply, refers to itself or is a bomb of aliases.
+def _load_checked_yaml(text: str) -> Any:
+    """Refuse what would crash Python, or stands for too many values.
 
-    >>> _check_yaml("a: &a [*a]")
+    >>> _load_checked_yaml("a: &a [*a]")
     Traceback (most recent call last):
-    yaml.error.YAMLError: the node `a` refers to itself
+    yaml.error.YAMLError: it refers to itself, or stands for more than 100,000 values
     """
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and how many values there were before
     sizes: dict[str | None, int] = {}
@@ -187,33 +251,20 @@ def _check_yaml(text: str) -> None:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, values))
+            sizes[event.anchor] = _MOST_VALUES  # until it ends
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
             sizes[anchor] = values - before
         elif isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in open_nodes):
-                raise yaml.YAMLError(f"the node `{event.anchor}` refers to itself")
-            values += sizes.get(event.anchor, 1)
-        values += isinstance(event, yaml.NodeEvent)
+            values += sizes.get(event.anchor, 0)
+        values += 1
         if len(open_nodes) > _DEEPEST:
             raise yaml.YAMLError(f"it is nested too deeply, by more than {_DEEPEST} levels")
         if values > _MOST_VALUES:
-            raise yaml.YAMLError(f"it stands for more than {_MOST_VALUES:,} values")
+            raise yaml.YAMLError(
+                f"it refers to itself, or stands for more than {_MOST_VALUES:,} values"
+            )
+    return _load_yaml(text)
 
 
-def check_new_file(out: Path) -> None:
-    """Raise `InputError` unless `--out` can be written without overwriting anything."""
-    if os.path.lexists(out):  # a link that leads nowhere too
-        raise InputError(f"Expected `--out` to be a new file, but {out} exists.")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"Expected `--out` to be in an existing folder, but got {out}.")
-
-
-def default_device() -> "torch.device":
-    """The accelerator if there is one, else the CPU."""
-    import torch
-
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    return torch.device("cpu") if accelerator is None else accelerator
+jsonargparse.set_loader("yaml", _load_checked_yaml, exceptions=(yaml.YAMLError,))

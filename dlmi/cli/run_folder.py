@@ -1,74 +1,70 @@
-"""The folder of a run: where it is to be, whether it may be used, what is left of it."""
+"""The folder of a run: where it is to be, and what is left of it."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from dlmi.errors import InputError
 from dlmi.rows import results_files
 from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
+from dlmi.run.workers import slurm
 
 HERE = "./"  # where run folders go unless told otherwise; nobody else writes it like this
 
 
-def follow_root(trainer: Any) -> None:
-    """Let `trainer.default_root_dir` decide where the logger of a run writes.
+def choose_folder(config: Namespace, job_settings: str | None) -> None:
+    """Set where a run writes: in a new folder, or in that of the run that it goes on with.
 
     Args:
-        trainer: Settings of the trainer, as parsed.
+        config: The settings of `fit`, as parsed.
+        job_settings: In a job of SLURM, the same as text: one job may run several commands.
     """
-    options = getattr(trainer.logger, "init_args", None)
-    if trainer.default_root_dir is not None and options and options.get("save_dir") == HERE:
-        options.save_dir = str(trainer.default_root_dir)
+    options: Any = getattr(config.trainer.logger, "init_args", {})
+    if config.trainer.default_root_dir is not None and options.get("save_dir") == HERE:
+        options.save_dir = str(config.trainer.default_root_dir)
+    runs = Path(options.get("save_dir") or HERE) / (options.get("name") or "")
+    is_new = options.get("version") is None and not config.ckpt_path
+    if (
+        job_settings
+        and options
+        and is_new
+        and (earlier := slurm.earlier_folder(runs, job_settings))
+    ):
+        options.version, config.continue_run = earlier.name, True  # the job was queued again
+    if config.continue_run and not config.ckpt_path:
+        config.ckpt_path = _last_checkpoint(runs, options.get("version"))
+    if config.ckpt_path:
+        config.continue_run = True
+        _check_checkpoint(Path(config.ckpt_path))
+        run = Path(config.ckpt_path).resolve().parents[1]
+        if Path(config.ckpt_path).parent.name == "checkpoints" and options:
+            options.save_dir, options.name = str(run.parent.parent), run.parent.name
+            options.version = run.name
 
 
-def last_checkpoint(logger: Any) -> str | None:
-    """The checkpoint of the run folder that a logger's settings name, where there is one."""
-    options = getattr(logger, "init_args", None)
-    if options is None or options.get("version") is None:
+def _last_checkpoint(runs: Path, version: str | int | None) -> str | None:
+    """The checkpoint of a run folder, where there is one."""
+    if version is None:
         raise InputError(
             "Expected `continue_run` to come with the run's folder, but it is not named. Give its "
             "`--trainer.logger.init_args.version`, or resume with `--ckpt_path`."
         )
-    version = options.version
     folder = version if isinstance(version, str) else f"version_{version}"
-    found = find_checkpoints(Path(options.save_dir) / (options.name or "") / folder / "checkpoints")
+    found = find_checkpoints(runs / folder / "checkpoints")
     return str(found[0]) if found else None  # that of any worker will do
 
 
-def follow_checkpoint(path: str, logger: Any) -> None:
-    """Send a resumed run to the folder that its checkpoint lies in.
-
-    Args:
-        path: The checkpoint.
-        logger: Settings of the logger, as parsed.
-    """
-    checkpoint = Path(path)
-    if not (checkpoint.is_file() or previous(checkpoint).is_file()):
+def _check_checkpoint(path: Path) -> None:
+    if not (path.is_file() or previous(path).is_file()):
         raise InputError(
-            f"Expected `ckpt_path` to be a checkpoint file, but {path!r} is not one. They lie in "
+            f"Expected `ckpt_path` to be a checkpoint file, but '{path}' is not one. They lie in "
             "`lightning_logs/version_*/checkpoints`."
         )
-    read_checkpoint(checkpoint, mmap=True)
-    run = checkpoint.resolve().parents[1]
-    if checkpoint.parent.name == "checkpoints" and hasattr(logger, "init_args"):
-        logger.init_args.save_dir = str(run.parent.parent)
-        logger.init_args.name = run.parent.name
-        logger.init_args.version = run.name
-
-
-def check_writable(folder: Path) -> None:
-    """Raise `InputError` unless a run can write to a folder, or make it."""
-    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(
-            f"Expected a run folder that can be written, but {folder} cannot ({existing} is "
-            f"{'read-only' if existing.is_dir() else 'a file'}). "
-            "Choose another with `--trainer.default_root_dir`."
-        )
+    read_checkpoint(path, mmap=True)
 
 
 @contextlib.contextmanager

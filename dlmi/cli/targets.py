@@ -1,14 +1,17 @@
 """`python -m dlmi targets`: write targets to a file."""
 
+import statistics
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
-from dlmi.cli.parser import CommandParser, check_new_file, default_device
+from dlmi.cli.output import check_new_file, table
+from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
+from dlmi.lm.placement import default_device
 from dlmi.run.data import TargetDataModule
 from dlmi.targets.by_rank import describe_target
 from dlmi.targets.files import write_targets
@@ -18,22 +21,8 @@ from dlmi.targets.target import Target
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m dlmi targets",
-        usage="python -m dlmi targets --out FILE [options]",
-        description="Write targets with their ranks, probabilities and perplexity to a JSONL file.",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="File to write; must not exist.")
+    parser = CommandParser.of("targets", write, "--out FILE [options]", {"generated", "options"})
     parser.add_class_arguments(ByRank)
-    parser.add_argument(
-        "--texts", type=list[str] | None, default=None, help="In place of generated ones: texts."
-    )
-    parser.add_argument(
-        "--file",
-        type=str | None,
-        default=None,
-        help="In place of generated ones: those of a file, as of `fit`'s `data.targets` File.",
-    )
     run_only = {"batch_size", "rows_per_pass", "compile", "targets", "share"}
     parser.add_class_arguments(TargetDataModule, skip=run_only)
     return parser
@@ -41,39 +30,50 @@ def make_parser() -> CommandParser:
 
 def targets_command(arguments: list[str]) -> int:
     """Generate targets, or take those of a file or of texts, and write them with their ranks."""
-    parser = make_parser()
-    config = parser.parse_args(arguments)
-    out: Path = config.out
+    options = make_parser().read(arguments)
+    own = {name: options.pop(name) for name in ("out", "texts", "file")}
+    generated = ByRank(**{field.name: options.pop(field.name) for field in fields(ByRank)})
+    return write(generated, options, **own)
+
+
+def write(
+    generated: ByRank,
+    options: dict[str, Any],
+    *,
+    out: Path,
+    texts: list[str] | None = None,
+    file: str | None = None,
+) -> int:
+    """Write targets with their ranks, probabilities and perplexity to a JSONL file.
+
+    Args:
+        generated: What is written unless told otherwise.
+        options: Of the data module.
+        out: File to write; must not exist.
+        texts: In place of generated ones: texts.
+        file: In place of generated ones: those of a file, as of `fit`'s `data.targets` File.
+    """
     check_new_file(out)
-    source: TargetSource
-    if config.texts is not None and config.file is not None:
+    if texts is not None and file is not None:
         raise InputError("Expected `--texts` or `--file`, but got both.")
-    if config.texts is not None:
-        source = Texts(config.texts)
-    elif config.file is not None:
-        source = File(config.file)
-    else:
-        source = ByRank(**{field.name: config[field.name] for field in fields(ByRank)})
-    made = parser.instantiate_classes(config)
-    options = {name: made[name] for name in ("lm", "dtype", "load", "template", "chat")}
+    source: TargetSource = generated
+    if texts is not None:
+        source = Texts(texts)
+    elif file is not None:
+        source = File(file)
     data = TargetDataModule(**options, targets=source)
     data.load(default_device())
-    targets = [describe_target(data.lm, target) for target in data.targets]
-    write_targets(out, targets)
-    Console().print(_table(targets))
-    print(f"{len(targets)} targets of {data.lm.name} in {out}")
+    made = [describe_target(data.lm, target) for target in data.targets]
+    write_targets(out, made)
+    columns = ("k", "targets", "tokens", "geometric mean perplexity")
+    Console().print(table("", columns, _rows(made)))
+    print(f"{len(made)} targets of {data.lm.name} in {out}")
     return 0
 
 
-def _table(targets: list[Target]) -> Table:
-    table = Table("k", "targets", "tokens", "geometric mean perplexity")
+def _rows(targets: list[Target]) -> Iterator[tuple[object, ...]]:
     for k in sorted({t.k for t in targets}, key=lambda k: (k is None, k)):
         group = [t for t in targets if t.k == k]
-        perplexities = torch.tensor([t.perplexity for t in group if t.perplexity is not None])
-        table.add_row(
-            "-" if k is None else str(k),
-            str(len(group)),
-            str(sum(len(t.ids) for t in group)),
-            f"{float(perplexities.log().mean().exp()):.1f}" if len(perplexities) else "-",
-        )
-    return table
+        values = [t.perplexity for t in group if t.perplexity is not None]
+        mean = f"{statistics.geometric_mean(values):.1f}" if values else "-"
+        yield "-" if k is None else k, len(group), sum(len(t.ids) for t in group), mean

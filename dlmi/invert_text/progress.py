@@ -1,7 +1,7 @@
 """How a search stands, told to whoever asked after each step, and how Ctrl-C ends it."""
 
+import dataclasses
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
@@ -20,41 +20,25 @@ from dlmi.scoring.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class Progress:
-    """How the search for one text stands.
+    """How the search for one text stands; prompt and output are the best so far, at any length."""
 
-    Attributes:
-        text: What the LM is to say.
-        target_ids: The same as token ids.
-        prompt_length: Tokens of the prompts that are being tried.
-        step: Optimisation steps at this length.
-        prompt_text: The best prompt so far, at any length.
-        prompt_ids: The same as token ids.
-        output_text: What the LM says to it.
-        output_ids: The same as token ids.
-        output_tokens: The text of each of them alone.
-        lcs: Honest LCS ratio of that.
-        exact: Whether it is the text, token for token.
-        seconds: Since the search began.
-        seconds_left: Of the budget; None where that is in steps alone.
-    """
-
-    text: str
+    text: str  # what the LM is to say
     target_ids: tuple[int, ...]
-    prompt_length: int
-    step: int
+    prompt_length: int  # tokens of the prompts that are being tried
+    step: int  # optimisation steps at this length
     prompt_text: str
     prompt_ids: tuple[int, ...]
-    output_text: str
+    output_text: str  # what the LM says to the prompt
     output_ids: tuple[int, ...]
-    output_tokens: tuple[str, ...]
-    lcs: float
-    exact: bool
-    seconds: float
-    seconds_left: float | None
+    output_tokens: tuple[str, ...]  # the text of each token alone
+    lcs: float  # honest LCS ratio
+    exact: bool  # whether the output is the text, token for token
+    seconds: float  # since the search began
+    seconds_left: float | None  # of the budget; None where that is in steps alone
 
 
 class Watch(InversionCallback):
-    """Follows the runs of a search.
+    """Follows the runs of a search, and keeps the best of each text.
 
     Args:
         on_progress: Called after each step and each evaluation, for each text in flight.
@@ -62,19 +46,18 @@ class Watch(InversionCallback):
 
     Attributes:
         stop_requested: Set by Ctrl-C: the run ends after its step.
-        exact_after: Seconds from the start of the search until a target was exact, by its id.
+        found: The best row of each text, by the group of its targets.
     """
 
     def __init__(
         self, on_progress: Callable[[Progress], None] | None, seconds: float | None
     ) -> None:
         self.stop_requested = False
-        self.exact_after: dict[str, float] = {}
+        self.found: dict[str, Inversion] = {}
         self._on_progress = on_progress
-        self._seconds = seconds
-        self._started = self._run_started = time.monotonic()
-        self._first_step_after = -1.0  # of the latest run; for the first one there is always time
-        self._best: dict[str | None, Evaluation] = {}  # by the group of a text's targets
+        self._budget = seconds
+        self._started = time.monotonic()
+        self._best: dict[str | None, Evaluation] = {}  # by group, too
 
     @property
     def seconds(self) -> float:
@@ -84,37 +67,41 @@ class Watch(InversionCallback):
     @property
     def seconds_left(self) -> float | None:
         """Of the budget; None where there is no limit."""
-        return None if self._seconds is None else max(0.0, self._seconds - self.seconds)
-
-    @property
-    def has_time(self) -> bool:
-        """Whether a run would get as far as its first step, as the one before did."""
-        left = self.seconds_left
-        return left is None or left > self._first_step_after
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note when a run begins."""
-        self._run_started, self._first_step_after = time.monotonic(), 0.0
+        return None if self._budget is None else max(0.0, self._budget - self.seconds)
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Keep what is the best of its text; ties keep the earlier."""
         for slot in slots:
             assert slot.best is not None
-            best = self._best.get(slot.target.group)
-            if best is None or slot.best.score > best.score:
-                self._best[slot.target.group] = slot.best
+            best = self._best.setdefault(slot.target.group, slot.best)
+            self._best[slot.target.group] = max(best, slot.best, key=lambda e: e.score)
         self._show(slots)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Inverter, *_: Any) -> None:  # type: ignore[override]
         """End the run if someone asks for it."""
-        self._first_step_after = self._first_step_after or time.monotonic() - self._run_started
         self._show(pl_module.active)
         pl_module.stop_requested |= self.stop_requested
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
-        """Note when it was exact."""
+        """Keep the best row of its text; ties keep that of the shorter prompt."""
+        may_break = not module.vocabulary.must_round_trip
+        group = row.target_id.rpartition("#")[0]
+        row = dataclasses.replace(row, seconds=self.seconds)
+        self.found[group] = max(
+            self.found.get(group, row),
+            row,
+            key=lambda r: (r.round_trips or may_break, r.lcs, -r.discrete_loss),
+        )
+
+    def result(self, group: str) -> Inversion:
+        """The row of a text, with the seconds of the whole search and why that ended."""
+        row = self.found[group]
         if row.exact:
-            self.exact_after[row.target_id] = self.seconds
+            return row
+        # Only Ctrl-C interrupts: a run that is out of time has spent its budget.
+        reason = row.stop_reason.replace("interrupted", "budget")
+        reason = "interrupted" if self.stop_requested else reason
+        return dataclasses.replace(row, seconds=self.seconds, stop_reason=reason)
 
     def _show(self, slots: Sequence[Slot]) -> None:
         if self._on_progress is not None:
@@ -145,16 +132,17 @@ class Watch(InversionCallback):
 
         Lightning would end the whole program.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield  # whoever owns the main thread handles signals
-            return
         previous = signal.getsignal(signal.SIGINT)
 
         def request_stop(signum: int, frame: FrameType | None) -> None:
             self.stop_requested = True
             signal.signal(signal.SIGINT, previous)
 
-        signal.signal(signal.SIGINT, request_stop)
+        try:
+            signal.signal(signal.SIGINT, request_stop)
+        except ValueError:  # not the main thread: whoever owns that handles signals
+            yield
+            return
         try:
             yield
         except SystemExit as ended:

@@ -5,8 +5,8 @@ shown through `visible`, and never as rich markup.
 """
 
 import time
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,43 +18,24 @@ from dlmi.rows import Inversion
 from dlmi.text import clock, visible
 
 
-class SearchScreen:
-    """Live lines on a terminal; elsewhere a plain line now and then.
+@contextmanager
+def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], None]]:
+    """What shows progress: live lines on a terminal; elsewhere a plain line now and then."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda progress: live.update(_block(progress), refresh=True)
+        return
+    next_line = 0.0
 
-    Args:
-        line_seconds: Seconds between two plain lines.
-    """
+    def show(progress: Progress) -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + line_seconds
+            text = f"{_state(progress)}: {visible(progress.prompt_text)}"
+            console.print(text, soft_wrap=True)
 
-    def __init__(self, line_seconds: float = 10.0) -> None:
-        self._line_seconds = line_seconds
-        self._console = Console(stderr=True, highlight=False, markup=False)
-        self._live: Live | None = None
-        self._last_line = float("-inf")
-
-    def __enter__(self) -> "SearchScreen":
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, transient=True, auto_refresh=False)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, progress: Progress) -> None:
-        """Bring it up to date."""
-        now = time.monotonic()
-        if self._live is not None:
-            self._live.update(_block(progress), refresh=True)
-        elif now - self._last_line >= self._line_seconds:
-            self._last_line = now
-            best = Text.assemble(_state(progress), ": ", visible(progress.prompt_text))
-            self._console.print(best, soft_wrap=True)
+    yield show
 
 
 def _block(progress: Progress) -> Group:
@@ -77,17 +58,15 @@ def _state(progress: Progress) -> str:
 
 def _marked(target_ids: Sequence[int], output_ids: Sequence[int], tokens: Sequence[str]) -> Text:
     """An output: what belongs to the LCS green, the rest red."""
-    members = lcs_members(target_ids, output_ids)
-    pairs = zip(tokens, members, strict=True)
+    pairs = zip(tokens, lcs_members(target_ids, output_ids), strict=True)
     return Text.assemble(*((visible(text), "green" if right else "red") for text, right in pairs))
 
 
 def print_found(row: Inversion) -> None:
     """The result, line by line, on stdout."""
-    screen = Console(highlight=False, markup=False)
-    verdict = "exact" if row.exact else "best effort"
     pasted = "the same" if row.round_trips else f"honest LCS {row.round_trip_lcs:.2f}"
-    interrupted = ", interrupted" if row.stop_reason == "interrupted" else ""
+    verdict = "exact" if row.exact else "best effort"
+    found = f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, {row.seconds:.1f} s"
     lines = {
         "text": Text(visible(row.target_text)),
         "prompt": Text(visible(row.prompt_text), "cyan"),
@@ -96,10 +75,7 @@ def print_found(row: Inversion) -> None:
         "the LM says": _marked(row.target_ids, row.output_ids, row.output_tokens),
         "when pasted": Text(pasted),
         "honest LCS": Text(f"{row.lcs:.2f}, {verdict}", "green" if row.exact else "yellow"),
-        "found by": Text(
-            f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, "
-            f"{row.seconds:.1f} s{interrupted}"
-        ),
+        "found by": Text(found + (", interrupted" if row.stop_reason == "interrupted" else "")),
     }
     for name, line in lines.items():
-        screen.print(Text.assemble((f"{name:<12}", "bold"), line), soft_wrap=True)
+        Console(highlight=False).print(Text.assemble((f"{name:<12}", "bold"), line), soft_wrap=True)

@@ -6,18 +6,16 @@ first that is exact ends the others, and the last open text ends the run.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-import torch
-
 from dlmi.errors import InputError
+from dlmi.invert_text.named_methods import named_method
 from dlmi.invert_text.progress import Progress, Watch
-from dlmi.invert_text.small_budgets import asked_method
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
-from dlmi.lm.placement import DType
+from dlmi.lm.placement import DType, default_device
 from dlmi.methods.base import Method
 from dlmi.rows import Inversion
 from dlmi.run.data import TargetDataModule
@@ -25,7 +23,7 @@ from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
 from dlmi.targets.files import texts_to_targets
 from dlmi.targets.target import Target
-from dlmi.targets.template import Template, find_template
+from dlmi.targets.template import find_template
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 from dlmi.tokens.vocabulary import ForbiddenTokens
 
@@ -100,24 +98,40 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
-    _check_counts(prompt_length=prompt_length, steps=steps, restarts=restarts)
+    for name, value in {
+        "prompt_length": prompt_length,
+        "steps": steps,
+        "restarts": restarts,
+    }.items():
+        if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
+            raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
     if seconds is not None and not seconds > 0:
         raise InputError(f"Expected `seconds` to be positive, but got {seconds}.")
     check_allowed_tokens(allowed_tokens)
-    around = _template(template, chat)
-    asked, eval_every = asked_method(method, options or {})
+    around = find_template(template, chat)
+    if around is not None and around.fields:
+        raise InputError(
+            f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}} is "
+            "a field. `fit` fills fields, from a targets file."
+        )
+    asked, eval_every = named_method(method, options or {})
 
-    lm = as_frozen_lm(lm, dtype)
+    lm = _as_frozen_lm(lm, dtype)
     targets = texts_to_targets(lm, texts, around)
     lengths = _fitting_lengths(lm, targets) if prompt_length == "auto" else [prompt_length]
     watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
-    best: dict[str, Inversion] = {}  # by the id of a text's target
     with watch.stop_on_ctrl_c():
         for index, length in enumerate(lengths):
-            still_open = [t for t in targets if t.id not in best or not best[t.id].exact]
-            if not still_open or watch.stop_requested or not watch.has_time:
+            left = watch.seconds_left
+            solved = {group for group, row in watch.found.items() if row.exact}
+            if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
                 break
-            starts = _starts(still_open, restarts)
+            starts = [  # targets of one group, with noise of their own
+                dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
+                for start in range(restarts)
+                for target in targets
+                if target.id not in solved
+            ]
             inverter = Inverter(
                 asked,
                 prompt_length=length,
@@ -130,20 +144,18 @@ def invert(  # type: ignore[misc]  # the options stand here alone
                 seed=seed,
             )
             data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-            left = watch.seconds_left
             share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
             run_quietly(inverter, data, [watch], share)
-            _keep_best(best, inverter, {start.id: str(start.group) for start in starts})
-    rows = [_with_end(best[target.id], watch) for target in targets]
+    rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
 
 
-def as_frozen_lm(lm: Any, dtype: DType = "auto") -> FrozenLM:
+def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
     """Whatever stands for an LM as the LM itself; one that is loaded goes to the accelerator."""
     if isinstance(lm, FrozenLM):
         return lm
     if isinstance(lm, str):
-        return load_lm(lm, dtype, torch.accelerator.current_accelerator(True) or "cpu")
+        return load_lm(lm, dtype, default_device())
     if isinstance(lm, tuple) and len(lm) == 2:
         model, tokenizer = lm
         return FrozenLM(model, tokenizer, name=getattr(model, "name_or_path", "") or "unnamed")
@@ -153,58 +165,8 @@ def as_frozen_lm(lm: Any, dtype: DType = "auto") -> FrozenLM:
     )
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
-            raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
-
-
-def _template(text: str | None, chat: bool) -> Template | None:
-    template = find_template(text, chat)
-    if template is not None and template.fields:
-        raise InputError(
-            "Expected `template` to hold `{slot}` and fixed text, but "
-            f"{{{template.fields[0]}}} is a field. `fit` fills fields, from a targets file."
-        )
-    return template
-
-
 def _fitting_lengths(lm: FrozenLM, targets: Sequence[Target]) -> Sequence[int]:
     """Those that fit into the LM's positions; the shortest in any case."""
     rest, limit = max(target.longest_row(0) for target in targets), lm.max_positions
     fitting = [n for n in AUTO_LENGTHS if limit is None or n + rest < limit]
     return fitting or AUTO_LENGTHS[:1]
-
-
-def _starts(targets: Sequence[Target], count: int) -> list[Target]:
-    """Several targets for each, of one group, with noise of their own."""
-    return [
-        dataclasses.replace(target, id=f"{target.id}#{i}", group=target.id)
-        for i in range(count)
-        for target in targets
-    ]
-
-
-def _keep_best(best: dict[str, Inversion], inverter: Inverter, groups: Mapping[str, str]) -> None:
-    """Take over the best row of each text; ties keep that of the shorter prompt."""
-    must_round_trip = inverter.vocabulary.must_round_trip
-
-    def score(row: Inversion) -> tuple[bool, float, float]:
-        return row.round_trips or not must_round_trip, row.lcs, -row.discrete_loss
-
-    for row in inverter.finished:
-        group = groups[row.target_id]
-        best[group] = max(best.get(group, row), row, key=score)
-
-
-def _with_end(row: Inversion, watch: Watch) -> Inversion:
-    """The row with the seconds of the whole search, and why that ended.
-
-    Only Ctrl-C interrupts: a run that is out of time has spent its budget.
-    """
-    if row.exact:
-        return dataclasses.replace(row, seconds=watch.exact_after[row.target_id])
-    reason = row.stop_reason.replace("interrupted", "budget")
-    if watch.stop_requested:
-        reason = "interrupted"
-    return dataclasses.replace(row, seconds=watch.seconds, stop_reason=reason)

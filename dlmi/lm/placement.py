@@ -173,3 +173,11 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, getattr(module, leaf)
         else:
             yield name, weight
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator or torch.device("cpu")

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from dlmi import read_rows
 from dlmi.cli.compare import _results_table
-from dlmi.cli.fit_plan import plan_fit
+from dlmi.cli.fit import plan_fit
 from dlmi.compare.cells import CellRun
 from dlmi.compare.grid import Grid, MethodSpec, plan
 from dlmi.errors import InputError
@@ -310,7 +310,7 @@ def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(gr
         ),
         (
             {"methods": {"X": {"config": "soda.yaml", "model": {"tau": 1.0}}}},
-            "`model.tau`, which is now `model.method.tau`",
+            "`model.tau`. Did you mean `model.method.tau`?",
         ),
         (
             {"methods": {"X": {"config": "soda.yaml", "method": {"lr": -1.0}}}},
@@ -329,7 +329,7 @@ def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(gr
             "both make A_1-N4",
         ),
         ({"data": {"bogus": 1}}, "but got `data.bogus`"),
-        ({"data": {"k": [1]}}, "`data.k`, which is now `data.targets.k`"),
+        ({"data": {"k": [1]}}, "`data.k`. Did you mean `data.targets.k`?"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

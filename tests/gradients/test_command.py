@@ -80,7 +80,10 @@ def test_own_trajectories_differ_and_a_common_one_is_shared(tiny_flags, tmp_path
         (["--nonsense", "1"], "nonsense"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", "run: null"], "`run"),
-        (["--config", "run: {prompt_length: null}"], "`run.prompt_length` to have a value"),
+        (
+            ["--config", "run: {prompt_length: null}"],
+            "`run.prompt_length` to be a whole number, but got null",
+        ),
         (["--config", "trajectory: null"], "`trajectory`"),
     ],
 )

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlmi import InputError, Inversion, Inverter, Progress, TargetDataModule, invert
 from dlmi.cli.main import main
-from dlmi.invert_text.screen import SearchScreen, print_found
+from dlmi.invert_text.named_methods import named_method
+from dlmi.invert_text.screen import print_found, search_screen
 from dlmi.invert_text.search import AUTO_LENGTHS
-from dlmi.invert_text.small_budgets import asked_method
 from dlmi.methods import DLMI, GCG, PEZ, SwapSearch
 from dlmi.targets.files import texts_to_targets
 
@@ -160,13 +160,13 @@ def test_a_pair_of_transformers_objects_and_another_method():
 
 def test_a_name_is_set_for_small_budgets_and_an_object_is_taken_as_it_is():
     small = GCG(search_width=64, topk=64, buffer_size=0)
-    assert asked_method("GCG", {}) == (small, 4)
+    assert named_method("GCG", {}) == (small, 4)
     changed = GCG(search_width=9, topk=64, buffer_size=0, loss="hinge")
-    assert asked_method("GCG", {"search_width": 9, "loss": "hinge"}) == (changed, 4)
-    assert asked_method("DLMI", {}) == (DLMI(tau0=1.0, num_samples=1, lr=0.3), 4)
-    assert asked_method("PEZ", {}) == (PEZ(), 4)
-    assert asked_method("SwapSearch", {}) == (SwapSearch(), None)
-    assert asked_method(GCG(), {}) == (GCG(), None)
+    assert named_method("GCG", {"search_width": 9, "loss": "hinge"}) == (changed, 4)
+    assert named_method("DLMI", {}) == (DLMI(tau0=1.0, num_samples=1, lr=0.3), 4)
+    assert named_method("PEZ", {}) == (PEZ(), 4)
+    assert named_method("SwapSearch", {}) == (SwapSearch(), None)
+    assert named_method(GCG(), {}) == (GCG(), None)
 
 
 def test_prompts_without_the_words_of_the_text(tiny):
@@ -240,7 +240,7 @@ def test_the_text_can_come_from_elsewhere(command, capfd, monkeypatch, tmp_path,
         (["w1", "--prompt_length", "0"], "Expected `prompt_length` to be at least 1, but got 0."),
         (["w1", "--prompt_length", "some"], "prompt_length"),
         (["w1", "--seconds", "-1"], "Expected `seconds` to be positive, but got -1.0."),
-        (["w1", "--allowed_tokens", "nice"], "allowed_tokens` to be one of all"),
+        (["w1", "--allowed_tokens", "nice"], "Expected `allowed_tokens` to be one of all"),
     ],
 )
 def test_mistakes_are_one_line(command, capfd, monkeypatch, arguments, line):
@@ -309,8 +309,8 @@ def test_hostile_text_is_shown_and_does_nothing(monkeypatch, capfd):
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    with SearchScreen() as screen:
-        screen.show(seen[-1])
+    with search_screen() as show:
+        show(seen[-1])
     print_found(row)
     for shown in capfd.readouterr():
         assert "\x1b]0;evil" not in shown

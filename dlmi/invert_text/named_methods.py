@@ -24,13 +24,13 @@ _EVAL_EVERY = {"ADC": 8, "SwapSearch": None}  # others: 4
 _NAMES = sorted(name for name in methods.__all__ if name != "Refined")  # it wraps another object
 
 
-def asked_method(
+def named_method(
     method: str | Method[Any], options: Mapping[str, Any]
 ) -> tuple[Method[Any], int | None]:
-    """A method that is named, or that is there already, and after how many steps to decode.
+    """A method by its name, and after how many steps to decode; a method itself is kept as it is.
 
     Args:
-        method: A name, or the method itself, which is taken as it is.
+        method: A name, or the method itself.
         options: What to change of a method that is named.
     """
     if isinstance(method, Method):
@@ -50,7 +50,6 @@ def asked_method(
             f"got {unknown[0]!r}."
         )
     try:
-        changed = build(type(small), {**settings, **options})
+        return build(type(small), {**settings, **options}), _EVAL_EVERY.get(method, 4)
     except InputError as error:
         raise InputError(f"Expected `options` to fit {method}, but {error}.") from error
-    return changed, _EVAL_EVERY.get(method, 4)

@@ -1,0 +1,59 @@
+"""What commands write: files that they do not overwrite, and tables."""
+
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from dlmi.errors import InputError
+from dlmi.text import visible
+
+
+def check_new_file(out: Path | None) -> None:
+    """Raise `InputError` unless `--out`, where it is given, can be written and is new."""
+    if out is None:
+        return
+    try:
+        out.open("x").close()
+        out.unlink()
+    except OSError as error:
+        raise InputError(
+            f"Expected `--out` to be a new file in an existing folder, but got {out} "
+            f"({error.strerror})."
+        ) from error
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise `InputError` unless a folder can be written, or made."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise InputError(
+            f"Expected `{option}` to lead to a folder that can be written, but {folder} cannot "
+            f"({existing}: {error.strerror})."
+        ) from error
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    texts: Collection[str] = (),
+) -> Table:
+    """A table for the screen; nothing in it is read as markup.
+
+    Args:
+        title: Above it.
+        columns: Their headings.
+        rows: The cells of each.
+        texts: Headings of the columns that are words; all others are numbers.
+    """
+    made = Table(title=Text(visible(title), "table.title"), title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(visible(str(cell))) for cell in row))
+    return made
