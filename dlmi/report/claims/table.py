@@ -115,5 +115,8 @@ def _missing(said: claim, data: ReportData) -> str:
     """What a claim needs, and which runs are not what they seem to be."""
     everyone = [series for group in data.groups for series in group.series]
     seeming = {s.label for s in everyone if s.rows[0].method in said.needs and role_of(s) is None}
+    held_to = {settings_text(restrictions(series.rows[0].settings)) for series in everyone}
+    where = " on the same LM and targets" if len(data.groups) > 1 and said.kind == "group" else ""
+    alike = " with prompts restricted alike" if len(held_to) > 1 else ""
     others = f"; not as in the paper: {', '.join(sorted(seeming))}" if seeming else ""
-    return f"needs {said.needs}{others}"
+    return f"needs {said.needs}{where}{alike}{others}"
