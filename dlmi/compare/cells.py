@@ -13,7 +13,7 @@ from typing import Any
 from dlmi.compare.grid import Cell, Grid, as_yaml
 from dlmi.errors import InputError
 from dlmi.jsonl import build, read_json_file
-from dlmi.report.loading import CELL_FILE, FAILURE_FILE
+from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
 from dlmi.rows import count_finished
 
 _POLL_SECONDS = 0.2

@@ -13,7 +13,7 @@ import yaml
 
 from dlmi.compare.cost import count_targets, most_token_passes
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.report.loading import Axis
+from dlmi.report.result_files import Axis
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from dlmi.report.loading import Budget, Series, best_point, last_point
+from dlmi.report.loading import Series, best_point, last_point
+from dlmi.report.result_files import Budget
 from dlmi.rows import Inversion
 
 # A number of a row; None where the row has none.

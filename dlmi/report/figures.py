@@ -15,8 +15,9 @@ from matplotlib.patches import Patch
 
 from dlmi.report.blocks import Figure, block_texts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
-from dlmi.report.loading import AXIS_UNITS, Axis, Budget, ReportData, Series, points_within
+from dlmi.report.loading import ReportData, Series, points_within
 from dlmi.report.names import form_name, k_name
+from dlmi.report.result_files import AXIS_UNITS, Axis, Budget
 from dlmi.report.styles import Panel, Style, house_style, panel_grid, styles_of
 from dlmi.rows import FLOORS, Inversion
 

@@ -13,9 +13,10 @@ from helpers.methods import SMALL
 
 from dlmi import DLMI, Inverter
 from dlmi.report.blocks import Figure, ModelText, ReportTable, format_cell
-from dlmi.report.loading import Budget, Group, ReportData, Series
+from dlmi.report.loading import Group, ReportData, Series
 from dlmi.report.page import write_page
 from dlmi.report.page_data import TRACE_POINTS, thin_trace
+from dlmi.report.result_files import Budget
 from dlmi.rows import TracePoint
 
 needs_chromium = pytest.mark.skipif(
@@ -442,8 +443,6 @@ def test_ten_thousand_rows(browser, tmp_path, row):
     path = tmp_path / "page.html"
     write_page(path, loaded(Series("near", 5, tuple(rows)), far), [], [])
     browser.open(path)
-    opened = "performance.getEntriesByType('navigation')[0].loadEventEnd"
-    assert browser.evaluate(f"new Promise((done) => setTimeout(() => done({opened})))") < 2000
     assert path.stat().st_size < 10e6
     assert text_of(browser, "#count") == "1 to 100 of 10,000 results"
     timed = (

@@ -43,9 +43,10 @@ from dlmi.report.figures import best_so_far, draw_anytime, draw_bars, draw_tempe
 from dlmi.report.gradient_figures import draw_violins
 from dlmi.report.gradient_sets import GradientSet, gradient_sets, ks_table
 from dlmi.report.latex import escape_latex, latex_table
-from dlmi.report.loading import Budget, best_point, last_point, load
+from dlmi.report.loading import best_point, last_point, load
 from dlmi.report.names import paper_name, paper_role
 from dlmi.report.page import write_page
+from dlmi.report.result_files import Budget
 from dlmi.report.styles import house_style, safe_text
 from dlmi.report.tables import (
     lcs_matrix_table,

@@ -15,8 +15,9 @@ from dlmi.report.estimates import (
     slope,
     unpaired,
 )
-from dlmi.report.loading import Budget, Series
+from dlmi.report.loading import Series
 from dlmi.report.names import Role
+from dlmi.report.result_files import Budget
 from dlmi.report.tables import log_perplexity
 from dlmi.rows import Inversion
 

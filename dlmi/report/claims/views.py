@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlmi.report.estimates import Estimate, Measure, differences, estimate, mean_over_targets
-from dlmi.report.loading import Budget, Group, Series
+from dlmi.report.loading import Group, Series
 from dlmi.report.names import Role, paper_role
+from dlmi.report.result_files import Budget
 
 Metric = Callable[[Budget | None], Measure]
 # Numbers with their names.
