@@ -19,7 +19,7 @@ from dlmi.scoring.batch import Batch, rows_of_prompt
 from dlmi.scoring.losses import leads, token_losses
 from dlmi.scoring.prefixes import PrefixStore
 from dlmi.scoring.reasoning import tokens_to_write, write_reasoning
-from dlmi.targets.context import Example
+from dlmi.targets.context import Example, Reasoning
 from dlmi.targets.target import Target, split
 
 
@@ -240,12 +240,22 @@ def most_tokens_evaluated(target: Target, prompt_length: int, can_share: bool = 
 # ---- a prompt as text
 
 
-def decode_alone(lm: FrozenLM, ids: Sequence[int], length: int) -> tuple[int, ...]:
-    """The greedy decode after all of these ids; nothing after none."""
+def reasoned(lm: FrozenLM, ids: Sequence[int], reasoning: Reasoning | None) -> tuple[int, ...]:
+    """All of these ids, with what the LM writes after them, and the trigger, where it reasons."""
+    if reasoning is None or not ids:
+        return tuple(ids)
+    [written] = lm.generate([ids], reasoning.max_tokens)
+    return (*ids, *written, *lm.encode(reasoning.trigger))
+
+
+def decode_alone(
+    lm: FrozenLM, ids: Sequence[int], length: int, reasoning: Reasoning | None = None
+) -> tuple[int, ...]:
+    """The greedy decode after all of these ids, reasoning before it; nothing after none."""
     if not ids:
         return ()
-    output_ids = lm.greedy(torch.tensor([list(ids)], device=lm.device), length)
-    return tuple(output_ids[0].tolist())
+    whole_ids = torch.tensor([reasoned(lm, ids, reasoning)], device=lm.device)
+    return tuple(lm.greedy(whole_ids, length)[0].tolist())
 
 
 def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target) -> float:
@@ -254,11 +264,7 @@ def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target) -> float
     for example in target.measured:
         context = example.context
         text_ids = lm.encode(lm.decode(context.text_ids(prompt_ids)))
-        ids: tuple[int, ...] = (*context.start_ids, *text_ids)
-        if not text_ids:
-            ids = ()
-        elif context.reasoning is not None:
-            [said] = lm.generate([ids], context.reasoning.max_tokens)
-            ids = (*ids, *said, *lm.encode(context.reasoning.trigger))
-        ratios.append(lcs_ratio(example.ids, decode_alone(lm, ids, len(example.ids))))
+        ids = (*context.start_ids, *text_ids) if text_ids else ()
+        said_ids = decode_alone(lm, ids, len(example.ids), context.reasoning)
+        ratios.append(lcs_ratio(example.ids, said_ids))
     return sum(ratios) / len(ratios)

@@ -37,7 +37,7 @@ from torch import Tensor
 from dlmi.errors import InputError
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.scoring.evaluation import ExampleReading, mean_lcs, read_examples
+from dlmi.scoring.evaluation import mean_lcs, read_examples, reasoned
 from dlmi.targets.context import NO_CONTEXT, Example
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import TargetTokens
@@ -142,11 +142,9 @@ def _without_prompt(lm: FrozenLM, target: Target) -> tuple[list[int], list[int]]
                 ids = (lm.bos_id,)
             except InputError:  # the LM has neither BoS nor EoS
                 return None
-        if context.reasoning is not None:
-            [said] = lm.generate([ids], context.reasoning.max_tokens)
-            ids = (*ids, *said, *lm.encode(context.reasoning.trigger))
+        whole_ids = torch.tensor([reasoned(lm, ids, context.reasoning)], device=lm.device)
         alone = Example(example.id, example.ids, example.text, NO_CONTEXT)
-        [read] = read_examples(lm, torch.tensor([ids], device=lm.device), [alone])
+        [read] = read_examples(lm, whole_ids, [alone])
         greedy_ids += read.output_ids
         forced_ids += read.forced_ids
     return greedy_ids, forced_ids
@@ -158,9 +156,7 @@ def _decode(
     """What the LM says after each prompt under each of `DECODES`: (R, N, d) to R pairs."""
     owners = [row for row in range(len(embeds)) for _ in target.measured]
     examples = [example for _ in embeds for example in target.measured]
-    read: list[ExampleReading] = read_examples(
-        lm, embeds[owners], examples, reasoned_ids=reasoned_ids[owners]
-    )
+    read = read_examples(lm, embeds[owners], examples, reasoned_ids=reasoned_ids[owners])
     outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in embeds]
     for owner, reading in zip(owners, read, strict=True):
         outputs[owner][0].extend(reading.output_ids)

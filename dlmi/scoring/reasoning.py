@@ -36,12 +36,6 @@ def write_reasoning(
     return written
 
 
-def complete(lm: FrozenLM, prompt_ids: Sequence[int], examples: Sequence[Example]) -> list[Example]:
-    """The examples of one prompt with what the LM writes after it in their contexts."""
-    written = write_reasoning(lm, [prompt_ids] * len(examples), examples)
-    return [example.after(ids) for example, ids in zip(examples, written, strict=True)]
-
-
 def tokens_to_write(example: Example, reasoning_ids: Sequence[int], prompt_length: int) -> int:
     """Tokens that the LM reads to write its reasoning: the prompt, and all but a last one."""
     reasoning = example.context.reasoning

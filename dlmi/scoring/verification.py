@@ -145,18 +145,14 @@ def _say(
     """The greedy decode of one whole prompt that must fit into the model's positions."""
     reasoning = example.context.reasoning
     ids = (*example.context.start_ids, *text_ids)
-    trigger_ids = lm.encode(reasoning.trigger) if reasoning else []
-    between = reasoning.max_tokens + len(trigger_ids) if reasoning else 0
+    between = reasoning.max_tokens + len(lm.encode(reasoning.trigger)) if reasoning else 0
     limit = lm.max_positions
     if limit is not None and len(ids) + between + length > limit:
         raise InputError(
             f"Expected {_name(row)} to fit into the {limit} positions of {lm.name}, but prompt and "
             f"target have {len(text_ids)} and {length} tokens."
         )
-    if reasoning and text_ids:
-        [written] = lm.generate([ids], reasoning.max_tokens)
-        ids = (*ids, *written, *trigger_ids)
-    return decode_alone(lm, ids if text_ids else (), length)
+    return decode_alone(lm, ids if text_ids else (), length, reasoning)
 
 
 def _mean_lcs(wanted: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]]) -> float:
