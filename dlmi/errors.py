@@ -18,21 +18,11 @@ class RunStopped(RuntimeError):
     """
 
 
-def find_input_error(error: BaseException) -> InputError | None:
+def find_input_error(error: BaseException | None) -> InputError | None:
     """The user's mistake behind an error (jsonargparse wraps it), if there is one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, InputError):
-            return cause
-        cause = cause.__cause__
-    return None
-
-
-def input_error_behind(error: BaseException) -> InputError:
-    """The same; any other error is raised."""
-    if found := find_input_error(error):
-        return found
-    raise error
+    if error is None or isinstance(error, InputError):
+        return error
+    return find_input_error(error.__cause__)
 
 
 def run_stopped_behind(error: BaseException) -> RunStopped:
@@ -53,6 +43,12 @@ def run_stopped_behind(error: BaseException) -> RunStopped:
     return RunStopped(
         f"the disk is full{place}. What was written before is whole: make room, then resume."
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of someone else says, without all that follows."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")
 
 
 def is_disk_full(error: BaseException | None) -> bool:

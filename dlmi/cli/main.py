@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from dlmi.errors import RunStopped, input_error_behind, run_stopped_behind
+from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
 from dlmi.version import __version__
 
@@ -58,7 +58,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except UnicodeDecodeError as error:
         fail(f"Expected files of UTF-8 text, but one is not ({error}).")
     except ValueError as error:
-        fail(_own_names(command, str(input_error_behind(error))))
+        if (mistake := find_input_error(error)) is None:
+            raise
+        fail(_own_names(command, str(mistake)))
     except (RunStopped, OSError) as error:
         stopped = run_stopped_behind(error)
         print(f"dlmi: stopped: {visible(' '.join(str(stopped).split()))}", file=sys.stderr)

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from dlmi.errors import first_line
 from dlmi.lm.memory import is_out_of_memory
 from dlmi.lm.packed import PackedPass, packed_attention
 from dlmi.lm.precision import PassPrecision
@@ -66,9 +67,8 @@ class Forward:
             if is_out_of_memory(error):
                 raise
             self._can_compile = False
-            first_line = (str(error).strip().splitlines() or [""])[0]
             rank_zero_warn(
-                f"The LM is not compiled, which failed: {type(error).__name__}: {first_line}"
+                f"The LM is not compiled, which failed: {type(error).__name__}: {first_line(error)}"
             )
             return self._run(inputs_embeds, keep)
         return logits

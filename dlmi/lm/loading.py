@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, first_line
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.placement import (
     DeviceMap,
@@ -69,25 +69,25 @@ def load_lm(
     device = torch.device(device)
     source, revision = _locate(name)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
+    device_map: DeviceMap = {"": str(device)} if lm_device_map is None else lm_device_map
+    check_device_map(device_map)
     with _quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(source, **options)
         except Exception as error:  # broken files make the readers raise whatever they like
-            raise InputError(_no_model_message(name, error)) from error
+            raise InputError(_not_loaded(name, error)) from error
         _refuse_other_kinds(name, config)
-        torch_dtype = _torch_dtype(dtype, device, config)
+        own = None if device.type == "cpu" else getattr(config, "dtype", None)
+        torch_dtype = own or torch.float32 if dtype == "auto" else getattr(torch, dtype)
         bits = quantization_options(name, config, quantization, torch_dtype)
-        device_map: DeviceMap = {"": str(device)} if lm_device_map is None else lm_device_map
-        check_device_map(device_map)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, device_map=device_map, **bits, **options
             )
-        except Exception as error:  # broken files make the readers raise whatever they like
+        except Exception as error:  # the same
             is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
-            message = _not_so_message if is_placed else _no_model_message
-            raise InputError(message(name, error)) from error
-        tokenizer = _read_tokenizer(name, source, options)
+            raise InputError(_not_loaded(name, error, bool(is_placed))) from error
+    tokenizer = load_tokenizer(name, trust_remote_code)
     revision = revision or getattr(model.config, "_commit_hash", None)
     check_placed(model, device)
     return FrozenLM(model, tokenizer, name=name, revision=revision, bos=bos)
@@ -97,18 +97,18 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model alone; arguments and errors as in `load_lm`."""
     source, _ = _locate(name)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
-    with _quiet_transformers():
-        return _read_tokenizer(name, source, options)
-
-
-def _read_tokenizer(name: str, source: str, options: dict[str, bool]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        with _quiet_transformers():
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+        # Where its files are missing, some classes make up one of special tokens alone.
+        if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+            raise ValueError("it has special tokens only")
     except Exception as error:  # the same
         raise InputError(
             f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
-            f"({_first_line(error)}). Save one beside the weights with `save_pretrained`."
+            f"({first_line(error)}). Save one beside the weights with `save_pretrained`."
         ) from error
+    return tokenizer
 
 
 def cache_dir() -> Path:
@@ -120,6 +120,11 @@ def cache_dir() -> Path:
 
 def _locate(name: str) -> tuple[str, str | None]:
     """What `from_pretrained` is to load, and a revision where the source tells one."""
+    if not isinstance(name, str):
+        raise InputError(
+            f"Expected `lm` to be a name, a folder or a file, but got a {type(name).__name__}. "
+            "A model that is loaded already becomes one by `FrozenLM(model, tokenizer)`."
+        )
     if name == PACKAGED:
         gguf_file = _packaged_gguf()
         version = importlib.metadata.version(_PACKAGED_WHEEL)
@@ -128,8 +133,9 @@ def _locate(name: str) -> tuple[str, str | None]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"Expected `lm` to name a GGUF file, but {name!r} does not exist.")
-        sha256 = _sha256(path)
-        return str(_converted(path, f"{path.stem}-{sha256[:16]}")), f"sha256 {sha256[:16]}"
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return str(_converted(path, f"{path.stem}-{digest}")), f"sha256 {digest}"
     if path.is_dir():
         if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
             raise InputError(
@@ -171,17 +177,16 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
         print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
         # The GGUF reader draws its own bar, which no setting turns off.
         with _quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            source = {"gguf_file": gguf_file.name}
-            parent = str(gguf_file.parent)
+            parent, file = str(gguf_file.parent), gguf_file.name
             try:
                 model: Any = AutoModelForCausalLM.from_pretrained(
-                    parent, dtype=torch.float32, **source
+                    parent, gguf_file=file, dtype=torch.float32
                 )
-                tokenizer = AutoTokenizer.from_pretrained(parent, **source)
+                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file)
             except Exception as error:  # the reader raises whatever a broken file makes it raise
                 raise InputError(
                     f"Expected `lm` to be a GGUF file that transformers can read, but {gguf_file} "
-                    f"is not ({_first_line(error)}). Give a safetensors folder instead."
+                    f"is not ({first_line(error)}). Give a safetensors folder instead."
                 ) from error
             # The weights are plain float32 now; what says otherwise would refuse to be saved.
             del model.config.quantization_config
@@ -198,27 +203,18 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
 
 def _refuse_other_kinds(name: str, config: Any) -> None:
     """Encoders can be loaded as causal LMs by mistake: their config tells what they are."""
-    architectures = list(getattr(config, "architectures", None) or [])
+    names = getattr(config, "architectures", None) or []
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder"
-    elif architectures and not any("CausalLM" in a or "LMHead" in a for a in architectures):
-        kind = architectures[0]
-        if "MaskedLM" not in kind and "Conditional" in kind:
-            return  # multimodal wrappers that AutoModelForCausalLM can unwrap
-        kind = f"a {kind}"
+    # Multimodal wrappers ("Conditional") are unwrapped by AutoModelForCausalLM.
+    elif names and not any(k in n for n in names for k in ("CausalLM", "LMHead", "Conditional")):
+        kind = f"a {names[0]}"
     else:
         return
     raise InputError(
         f"Expected `lm` to be a causal (decoder-only) LM, but {name!r} is {kind}. "
         f"Choose a decoder, or leave `lm` out for the packaged {PACKAGED}."
     )
-
-
-def _torch_dtype(dtype: DType, device: torch.device, config: Any) -> torch.dtype:
-    if dtype != "auto":
-        return getattr(torch, dtype)  # type: ignore[no-any-return]
-    own: torch.dtype | None = getattr(config, "dtype", None)
-    return torch.float32 if device.type == "cpu" or own is None else own
 
 
 def _hub_is_out_of_reach() -> bool:
@@ -232,35 +228,22 @@ def _hub_is_out_of_reach() -> bool:
     return False
 
 
-def _no_model_message(name: str, error: Exception) -> str:
+def _not_loaded(name: str, error: Exception, is_placed: bool = False) -> str:
     if "Weights only load failed" in str(error):
         return (
             f"Expected `lm` to be plain weights, but the .bin files of {name!r} hold more than "
             "tensors, which could run code, so they were not read. Give safetensors instead."
         )
+    if is_placed:
+        return (
+            "Expected `data.load.device_map`, `data.load.quantization` and `data.dtype` to suit "
+            f"the LM and this machine, but {name!r} could not be loaded so ({first_line(error)})."
+        )
     return (
         f"Expected `lm` to be a hub id that can be reached, a folder or a .gguf file, but {name!r} "
-        f"could not be loaded ({_first_line(error)}). Without a network, use the packaged model: "
+        f"could not be loaded ({first_line(error)}). Without a network, use the packaged model: "
         f"`--data.lm {PACKAGED}`."
     )
-
-
-def _not_so_message(name: str, error: Exception) -> str:
-    """For a model that is there, but does not load in the way that is asked for."""
-    return (
-        "Expected `data.load.device_map`, `data.load.quantization` and `data.dtype` to suit the LM "
-        f"and this machine, but {name!r} could not be loaded so ({_first_line(error)})."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, first_line
 from dlmi.jsonl import build, read_objects
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.answers import MARK, normalise
@@ -126,10 +126,9 @@ def _read_hub(name: str, split: Split) -> list[Question]:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, "main", split=split)
         return [_checked(row) for row in rows]
     except Exception as error:  # no network, no such name, other columns: whatever it comes up with
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"Expected `{HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
-            f"`answer` in each row, but {first}. A JSONL file needs no network."
+            f"`answer` in each row, but {first_line(error)}. A JSONL file needs no network."
         ) from error
 
 

@@ -127,3 +127,16 @@ def test_broken_folders_are_named(model_folder, tmp_path, file, content):
     (tmp_path / "model" / file).write_text(content)
     with pytest.raises(InputError, match="Expected `lm` to .*model"):
         load_lm(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_folder_without_a_tokenizer_is_named(model_folder, tmp_path, kind):
+    ignored = shutil.ignore_patterns("tokenizer*", "special*")
+    shutil.copytree(model_folder(kind), tmp_path / "model", ignore=ignored)
+    with pytest.raises(InputError, match="come with a tokenizer, but .*model"):
+        load_lm(str(tmp_path / "model"))
+
+
+def test_a_pair_is_told_how_to_become_an_lm(tiny):
+    with pytest.raises(InputError, match=r"got a tuple.*`FrozenLM\(model, tokenizer\)`"):
+        load_lm((tiny.model, tiny.tokenizer))
