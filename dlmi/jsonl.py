@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,14 +106,36 @@ def append_line(path: Path, line: str) -> None:
         RunStopped: If it cannot be written.
     """
     size = path.stat().st_size if path.exists() else 0
+    with _or_stop(path, lambda: os.truncate(path, size)):
+        _write(path, "a", [line])
+
+
+def rewrite_lines(path: Path, lines: Iterable[str]) -> None:
+    """Replace a file by these lines, in one step: a crash leaves the old or the new file.
+
+    Raises:
+        RunStopped: If it cannot be written.
+    """
+    scratch = path.with_name(f"{path.name}.tmp")
+    with _or_stop(path, scratch.unlink):
+        _write(scratch, "w", lines)
+        scratch.replace(path)
+
+
+def _write(path: Path, mode: str, lines: Iterable[str]) -> None:
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _or_stop(path: Path, undo: Callable[[], None]) -> Iterator[None]:
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.truncate(path, size)
+            undo()
         raise RunStopped(
             f"{path} could not be written ({error.strerror}). What it held before is whole: make "
             "room, then resume the run."

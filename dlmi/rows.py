@@ -1,14 +1,13 @@
 """The result row: one self-contained JSON line per target."""
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlmi.errors import InputError, RunStopped
+from dlmi.errors import InputError
 from dlmi.jsonl import build, read_objects, to_line
 from dlmi.metrics import lcs_members
 from dlmi.old_rows import nan_for_null, upgrade
@@ -205,24 +204,6 @@ def results_files(folder: Path) -> list[Path]:
     """All files of rows in a run's folder, worker 0 first; earlier versions said `rank`."""
     others = [*folder.glob("results.worker*.jsonl"), *folder.glob("results.rank*.jsonl")]
     return [*folder.glob(RESULTS_FILE), *sorted(others)]
-
-
-def rewrite_rows(path: Path, rows: Iterable[Inversion]) -> None:
-    """Replace the file by these rows, in one step: a crash leaves the old or the new file."""
-    scratch = path.with_suffix(".jsonl.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(row.to_json_line() for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
-        raise RunStopped(
-            f"{path} could not be rewritten ({error.strerror}). It is as it was: make room, then "
-            "resume the run."
-        ) from error
 
 
 def count_finished(folder: Path) -> int:

@@ -4,6 +4,7 @@ Rows are independent, so a pass may be cut into passes over fewer rows: the resu
 in the last digit, the memory a great deal.
 """
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -74,20 +75,19 @@ class RowsPerPass:
         passes = -(-rows // limit)
         size, start = -(-rows // passes), 0  # as even as possible: fewer shapes, fuller passes
         while start < rows:
-            ran_out = False
             try:
                 work(slice(start, min(start + size, rows)))
+                start += size
+                continue
             except (RuntimeError, MemoryError) as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
-                ran_out = True  # handled below, where the error no longer holds on to tensors
-            if ran_out:
-                size = (size + 1) // 2
-                self._ceiling = size
-                rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
-                _give_back()
-            else:
-                start += size
+            # Out here, where the error no longer holds on to tensors.
+            self._ceiling = size = (size + 1) // 2
+            rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # of every device
 
     def _limit(self, lm: "FrozenLM", tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
@@ -124,9 +124,9 @@ def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
     with torch.enable_grad(), hooks:
         lm.last_logits(embeds.requires_grad_(), keep=1, hooks=True)
-    total: dict[torch.device, int] = dict.fromkeys(lm.devices, 0)
+    total = collections.Counter(dict.fromkeys(lm.devices, 0))
     for pointer, (device, size) in saved.items():
-        total[device] = total.get(device, 0) + (size if pointer not in weights else 0)
+        total[device] += size if pointer not in weights else 0
     return total
 
 
@@ -175,9 +175,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         or "can't allocate memory" in str(error)
         or "not enough memory" in str(error)
     )
-
-
-def _give_back() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # of every device

@@ -8,16 +8,13 @@ norms and all that is computed stay in the LM's dtype.
 
 import hashlib
 import importlib.util
-import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any, Literal, cast, get_args
 
 import torch
 import transformers
 from accelerate.utils import align_module_device
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from dlmi.errors import InputError
 
@@ -30,12 +27,6 @@ def quantization_options(
     name: str, config: Any, quantization: Quantization | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     """What `from_pretrained` needs to quantise while loading; nothing where there is nothing to do.
-
-    Args:
-        name: Of the model, for messages.
-        config: The model's config.
-        quantization: What is asked for.
-        dtype: What is computed in.
 
     Raises:
         InputError: If the checkpoint is quantised otherwise, or the package is missing.
@@ -60,14 +51,13 @@ def quantization_options(
         )
     # It says at every product that int8 rounds its input to float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    bits: dict[str, Any] = {"load_in_8bit": True}
-    if quantization == "int4":
-        bits = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": dtype,
-        }
-    return {"quantization_config": transformers.BitsAndBytesConfig(**bits)}  # type: ignore[no-untyped-call]
+    options = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_8bit=quantization == "int8",
+        load_in_4bit=quantization == "int4",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": options}
 
 
 def kept_bits(config: Any) -> str | None:
@@ -122,12 +112,7 @@ def check_device_map(device_map: DeviceMap) -> None:
 
 
 def check_placed(model: Any, device: torch.device) -> None:
-    """Raise `InputError` unless the embeddings lie where prompts are made; tell what is offloaded.
-
-    Args:
-        model: As it was loaded.
-        device: Where Z lives.
-    """
+    """Raise `InputError` unless the embeddings lie where Z lives; tell what is offloaded."""
     where: torch.device = model.get_input_embeddings().weight.device
     if where.type == "meta":
         raise InputError(
@@ -140,44 +125,31 @@ def check_placed(model: Any, device: torch.device) -> None:
             f"{device}, but they lie on {where}. Set `trainer.accelerator` and `trainer.devices`, "
             "or the map, accordingly."
         )
-    sizes = {True: 0, False: 0}
-    for weight in model.parameters():
-        sizes[weight.device.type == "meta"] += weight.numel()
-    if sizes[True]:
+    weights = list(model.parameters())
+    if offloaded := sum(weight.numel() for weight in weights if weight.device.type == "meta"):
+        share = offloaded / sum(weight.numel() for weight in weights)
         rank_zero_warn(
-            f"{sizes[True] / sum(sizes.values()):.0%} of the LM's weights are offloaded: each pass "
-            "reads them anew, and one with a gradient holds them all until it is done."
+            f"{share:.0%} of the LM's weights are offloaded: each pass reads them anew, and one "
+            "with a gradient holds them all until it is done."
         )
 
 
 def fingerprint(model: Any) -> str:
     """A short hash over the head of every weight, wherever it lies."""
     digest = hashlib.sha256()
-    for name, weight in _weights(model):
-        head = weight.detach().flatten()[:256].float().cpu().numpy().tobytes()
+    # Quantised layers may keep theirs as buffers.
+    buffers = model.named_buffers() if kept_bits(model.config) is not None else ()
+    for name, weight in (*model.named_parameters(), *buffers):
+        path, _, leaf = name.rpartition(".")
+        module, device = model.get_submodule(path), None
+        if weight.device.type == "meta":
+            device = torch.device("cpu")  # offloaded: brought in for the moment
+        with align_module_device(module, device):
+            head = getattr(module, leaf).detach().flatten()[:256].float().cpu().numpy().tobytes()
         digest.update(f"{name}{tuple(weight.shape)}".encode() + head)
     return digest.hexdigest()[:16]
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name, once; what is offloaded is brought in for the moment."""
-    # Quantised layers may keep theirs as buffers.
-    keeps_buffers = kept_bits(model.config) is not None
-    for name, weight in itertools.chain(
-        model.named_parameters(), model.named_buffers() if keeps_buffers else ()
-    ):
-        path, _, leaf = name.rpartition(".")
-        if weight.device.type == "meta":
-            module = model.get_submodule(path)
-            with align_module_device(module, torch.device("cpu")):
-                yield name, getattr(module, leaf)
-        else:
-            yield name, weight
-
-
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    return accelerator or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

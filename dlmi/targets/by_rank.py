@@ -17,7 +17,7 @@ _WALK_ROWS = 64  # bounds the memory of generation: rows x M x V logits are held
 
 def generate_targets(
     lm: FrozenLM,
-    ks: Sequence[int],
+    k: Sequence[int],
     per_k: int,
     length: int,
     sigma: float = 1.0,
@@ -29,26 +29,16 @@ def generate_targets(
 
     One stream of numpy's legacy generator feeds all targets, k ascending, a draw per token; a
     target that ends in EoS draws no more. So the same seed gives the ranks of the published sets.
-
-    Args:
-        lm: The model whose outputs these are.
-        ks: Difficulties.
-        per_k: Targets for each.
-        length: M.
-        sigma: Spread of the rank.
-        seed: Of the rank stream.
-        eos: After an EoS, `pad` the target with EoS to M tokens (as the paper has it), or `strip`
-            it there (as in the authors' data); an empty target is drawn again.
-        exclude_special: Never choose special tokens other than EoS.
+    An empty target (EoS first, and `strip`) is drawn again. Arguments are those of `ByRank`.
     """
     vocab_size = len(lm.prompt_token_ids)
-    for k in ks:
-        if not 1 <= k <= vocab_size:
+    for mean_rank in k:
+        if not 1 <= mean_rank <= vocab_size:
             raise InputError(
                 f"Expected `data.targets.k` to hold ranks from 1 to {vocab_size} (the vocabulary "
-                f"of {lm.name}), but got {k}."
+                f"of {lm.name}), but got {mean_rank}."
             )
-    jobs = [(k, sample) for k in ks for sample in range(per_k)]
+    jobs = [(mean_rank, sample) for mean_rank in k for sample in range(per_k)]
     noise = np.random.RandomState(seed)
     # Enough for every target; more is drawn only when stripped targets come out empty.
     stream = noise.standard_normal(len(jobs) * length)
@@ -59,33 +49,27 @@ def generate_targets(
         if missing := len(waiting) * length - (len(stream) - start):
             stream = np.concatenate([stream, noise.standard_normal(max(0, missing))])
         draws = stream[start : start + len(waiting) * length].reshape(-1, length)
-        ranks = np.array([k for k, _ in waiting])[:, None] + sigma * draws
+        ranks = np.array([mean_rank for mean_rank, _ in waiting])[:, None] + sigma * draws
         ranks = np.clip(np.rint(ranks), 1, vocab_size).astype(int)
         walks = _walk(lm, ranks, exclude_special)
         # All walks run as one batch, each from its own draws. The first that ends early shifts the
         # stream for those after it, so these are walked again.
-        for (k, sample), (ids, probabilities), row in zip(waiting, walks, ranks, strict=True):
-            ended_early = lm.eos_id in ids
-            used = ids.index(lm.eos_id) + 1 if lm.eos_id is not None and ended_early else length
+        for job, (ids, probabilities), row in zip(waiting, walks, ranks, strict=True):
+            used = ids.index(lm.eos_id) + 1 if lm.eos_id in ids else length
             start += used
             kept = ids[:used]
-            if eos == "pad" and lm.eos_id is not None:
-                kept = kept + [lm.eos_id] * (length - used)
-            elif ended_early:
-                kept = kept[:-1]
+            if eos == "strip":
+                kept = [i for i in kept if i != lm.eos_id]
+            elif lm.eos_id is not None:
+                kept += [lm.eos_id] * (length - used)
             if kept:
-                log_probs = np.log(probabilities[:used])
-                targets.append(
-                    Target.single(
-                        f"k{k}_sample{sample}",
-                        kept,
-                        lm.decode(kept),
-                        k=k,
-                        ranks=tuple(int(r) for r in row[:used]),
-                        probabilities=tuple(probabilities[:used]),
-                        perplexity=float(np.exp(-log_probs.mean())),
-                    )
-                )
+                found: dict[str, Any] = {
+                    "ranks": tuple(row[:used].tolist()),
+                    "probabilities": tuple(probabilities[:used]),
+                    "perplexity": float(np.exp(-np.log(probabilities[:used]).mean())),
+                }
+                target_id = f"k{job[0]}_sample{job[1]}"
+                targets.append(Target.single(target_id, kept, lm.decode(kept), k=job[0], **found))
             if used < length or not kept:
                 break
     return targets

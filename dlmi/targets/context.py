@@ -215,8 +215,6 @@ class Example:
 
     def after(self, reasoning_ids: Sequence[int]) -> "Example":
         """The same with the LM's reasoning in its context, where it asks for some."""
-        if self.context.reasoning is None:
-            return self
         return replace(self, context=self.context.after(reasoning_ids))
 
     def tokens_read(self, prompt_length: int) -> int:

@@ -7,17 +7,14 @@ final answer itself.
 
 import importlib.resources
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dlmi.errors import InputError, first_line
 from dlmi.jsonl import build, read_objects
-from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.answers import MARK, normalise
-from dlmi.targets.target import Target
-from dlmi.targets.template import Template
 
 Split = Literal["train", "test"]
 PACKAGED_QUESTIONS = "sums"
@@ -28,12 +25,7 @@ TRIGGER = "\\n####"  # what usually follows reasoning; a backslash and n, as opt
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
-
-    Attributes:
-        question: The question.
-        answer: Rationale and final answer, as the file has it.
-    """
+    """A question, and its answer as the file has it: with its rationale, if there is one."""
 
     question: str
     answer: str
@@ -130,33 +122,3 @@ def _read_hub(name: str, split: Split) -> list[Question]:
             f"Expected `{HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
             f"`answer` in each row, but {first_line(error)}. A JSONL file needs no network."
         ) from error
-
-
-def questions_to_targets(
-    lm: FrozenLM,
-    questions: Sequence[Question],
-    template: Template,
-    answer: Template,
-    reasoning: tuple[int, str] | None = None,
-) -> list[Target]:
-    """One target per question: the text that answers it, after a template with its fields.
-
-    Args:
-        lm: The model.
-        questions: With their answers.
-        template: What stands around the prompt; it may hold `{question}`.
-        answer: The text to be said; it may hold `{answer}` and `{final}`.
-        reasoning: Tokens at most that the LM reasons with before, and the trigger after that.
-    """
-    targets = []
-    for number, question in enumerate(questions):
-        where = f"question {number + 1}"
-        filled = template.fill(lm, question.fields, where)
-        text = answer.text_of(question.fields, where)
-        if reasoning is not None:
-            filled = filled.with_reasoning(lm, *reasoning, setting="data.targets.trigger")
-        ids = filled.continuation_ids(lm, text, where)
-        if not ids:
-            raise InputError(f"Expected the answer to {where} to have tokens, but got {text!r}.")
-        targets.append(Target.single(f"question_{number}", ids, text, filled.context))
-    return targets

@@ -10,12 +10,7 @@ from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.by_rank import generate_targets
 from dlmi.targets.files import read_targets, texts_to_targets
-from dlmi.targets.questions import (
-    PACKAGED_QUESTIONS,
-    TRIGGER,
-    load_questions,
-    questions_to_targets,
-)
+from dlmi.targets.questions import PACKAGED_QUESTIONS, TRIGGER, load_questions
 from dlmi.targets.target import Target, share_prompt
 from dlmi.targets.template import Template
 
@@ -33,12 +28,7 @@ class TargetSource(ABC):
 
     @abstractmethod
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
-        """The targets.
-
-        Args:
-            lm: The model that is to say them.
-            template: What stands around the prompts, if anything.
-        """
+        """What the LM is to say, in a template if there is one."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +68,7 @@ class ByRank(TargetSource):
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
         """The generated targets, in the template."""
         self.check_template(template)
-        targets = generate_targets(
-            lm,
-            self.k,
-            self.per_k,
-            self.length,
-            self.sigma,
-            self.seed,
-            self.eos,
-            self.exclude_special,
-        )
+        targets = generate_targets(lm, **vars(self))
         if template is None:
             return targets
         context = template.fill(lm, {}, "a generated target").context
@@ -178,11 +159,21 @@ class Questions(TargetSource):
         """A target for each question."""
         self.check_template(template)
         assert template is not None
-        questions = load_questions(self.source, "train", self.limit)
-        reasoning = None
-        if self.reasoning_tokens is not None:
-            reasoning = self.reasoning_tokens, self.trigger.replace("\\n", "\n")
-        return questions_to_targets(lm, questions, template, self._answer(), reasoning)
+        trigger, answer = self.trigger.replace("\\n", "\n"), self._answer()
+        targets = []
+        for number, question in enumerate(load_questions(self.source, "train", self.limit)):
+            where = f"question {number + 1}"
+            filled = template.fill(lm, question.fields, where)
+            if self.reasoning_tokens is not None:
+                filled = filled.with_reasoning(lm, self.reasoning_tokens, trigger)
+            text = answer.text_of(question.fields, where)
+            ids = filled.continuation_ids(lm, text, where)
+            if not ids:
+                raise InputError(
+                    f"Expected the answer to {where} to have tokens, but got {text!r}."
+                )
+            targets.append(Target.single(f"question_{number}", ids, text, filled.context))
+        return targets
 
     def _answer(self) -> Template:
         usual = "{answer}" if self.reasoning_tokens is None else " {final}"
@@ -212,13 +203,7 @@ class Sharing:
             check_at_least_one("data.share", evaluated=self.evaluated)
 
     def target(self, lm: FrozenLM, targets: Sequence[Target], template: Template | None) -> Target:
-        """All targets as one.
-
-        Args:
-            lm: The model.
-            targets: What steps learn from.
-            template: What stands around the prompts.
-        """
+        """All targets as one; the template is that of the examples that are held out."""
         held_out: list[Target] = []
         if self.held_out is not None:
             if any(target.reasons for target in targets):

@@ -60,15 +60,7 @@ class Target:
     def single(
         cls, id: str, ids: Sequence[int], text: str, context: Context = NO_CONTEXT, **fields: Any
     ) -> "Target":
-        """A target of one example.
-
-        Args:
-            id: Its name, and that of the example.
-            ids: The M token ids to be produced.
-            text: Their text.
-            context: Fixed tokens around the prompt.
-            fields: `k`, `ranks` and others.
-        """
+        """A target of one example, which has its name; `fields` are `k`, `ranks` and others."""
         return cls(id, (Example(id, tuple(ids), text, context),), **fields)
 
     @functools.cached_property
@@ -115,12 +107,9 @@ class Target:
     def minibatch(self, step: int, key: int) -> tuple[Example, ...]:
         """The examples that a step reads: `per_step` of those that share the prompt.
 
-        They depend on the key and on the step alone. All examples have their turn before any has
-        its next, each round in an order of its own.
-
-        Args:
-            step: Steps taken before it.
-            key: Seed of the target's own noise.
+        They depend on the number of steps before it and on the key (the seed of the target's own
+        noise) alone. All examples have their turn before any has its next, each round in an order
+        of its own.
         """
         if self.per_step is None:
             return self.examples

@@ -9,6 +9,7 @@ stand beside, and what cannot keep its tokens there is refused.
 """
 
 import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,6 @@ from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.context import Context, Reasoning
 
-_PART = re.compile(r"\{\{|\}\}|\{(?P<name>\w+)(?::(?P<length>\d+))?\}|(?P<stray>[{}])")
 _BLANK = "slot"
 _MARK = "\ue000\ue001"  # private use characters: stand for a blank while a chat is rendered
 # What may stand before a piece: it is tokenised as it would be after a token of the prompt.
@@ -31,43 +31,34 @@ class FilledTemplate:
     Attributes:
         context: Its tokens.
         tail: The text after the last blank, or the trigger that comes after everything.
+        neighbour: What may stand before that and leaves its tokens alone.
         setting: What the tail was made from, as errors call it.
     """
 
     context: Context
     tail: str
-    setting: str = "data.template"
+    neighbour: str
+    setting: str
 
-    def with_reasoning(
-        self, lm: FrozenLM, max_tokens: int, trigger: str, setting: str
-    ) -> "FilledTemplate":
-        """The same where the LM first writes reasoning, and the trigger is appended to that.
-
-        Args:
-            lm: The model.
-            max_tokens: Tokens of the reasoning at most.
-            trigger: The text after it.
-            setting: What the trigger was given as, as errors call it.
-        """
+    def with_reasoning(self, lm: FrozenLM, max_tokens: int, trigger: str) -> "FilledTemplate":
+        """The same where the LM first writes reasoning, and the trigger is appended to that."""
         reasoning = Reasoning(max_tokens, trigger, tuple(lm.encode(trigger)))
-        return FilledTemplate(replace(self.context, reasoning=reasoning), trigger, setting)
+        context = replace(self.context, reasoning=reasoning)
+        return FilledTemplate(context, trigger, "", "data.targets.trigger")
 
     def continuation_ids(self, lm: FrozenLM, text: str, where: str) -> tuple[int, ...]:
         """Ids of a text that follows the template, as the tokenizer reads them there."""
         if not self.tail:
             return tuple(lm.encode(text))
-        reasoning = self.context.reasoning
-        tail_ids = self.context.pieces[-1] if reasoning is None else reasoning.trigger_ids
-        before = _after_neighbour(lm, self.tail, tail_ids)
-        before_ids, together = lm.encode(before), lm.encode(before + text)
-        if together[: len(before_ids)] != before_ids:
+        ids = _ids_after(lm, self.neighbour + self.tail, text)
+        if ids is None:
             raise InputError(
                 f"Expected the end of `{self.setting}` and {where} to keep their tokens side by "
                 f"side, but {self.tail[-12:]!r} and {text[:12]!r} are read as other tokens "
                 "together. Move a space or a new line from the end of the former to the start "
                 "of the target, or give the target as `ids`."
             )
-        return tuple(together[len(before_ids) :])
+        return tuple(ids)
 
 
 class Template:
@@ -105,32 +96,24 @@ class Template:
 
     def text_of(self, values: Mapping[str, Any], where: str) -> str:
         """The text with its fields filled in, and a mark for each blank."""
-        return "".join(
-            _MARK
-            if kind == _BLANK
-            else part
-            if kind == "text"
-            else self._value(part, values, where)
-            for kind, part in self._parts
-        )
+        texts = []
+        for kind, part in self._parts:
+            filled = self._value(part, values, where) if kind == "field" else part
+            texts.append(_MARK if kind == _BLANK else filled)
+        return "".join(texts)
 
     def fill(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> FilledTemplate:
-        """The template of one target.
-
-        Args:
-            lm: Whose tokens it is made of.
-            values: The target's fields.
-            where: How errors call the target.
-        """
+        """The template with the fields of one target; `where` is how errors call that."""
         texts = self._texts(lm, values, where)
-        pieces = []
-        for number, piece in enumerate(texts):
-            ids = lm.encode(piece) if number == 0 else self._ids_after_token(lm, piece)
-            if number + 1 < len(texts):
-                self._check_before_blank(lm, piece)
-            pieces.append(tuple(ids))
-        context = Context(tuple(pieces), self.blank_lengths, template=self.text, chat=self.chat)
-        return FilledTemplate(context, texts[-1], self._setting)
+        for piece in texts[:-1]:
+            self._check_before_blank(lm, piece)
+        pieces, neighbour = [lm.encode(texts[0])], ""
+        for piece in texts[1:]:
+            neighbour, ids = self._after_token(lm, piece)
+            pieces.append(ids)
+        ids_of = tuple(map(tuple, pieces))
+        context = Context(ids_of, self.blank_lengths, template=self.text, chat=self.chat)
+        return FilledTemplate(context, texts[-1], neighbour, self._setting)
 
     def ids(
         self, lm: FrozenLM, values: Mapping[str, Any], prompt: str | Sequence[int], where: str
@@ -139,12 +122,6 @@ class Template:
 
         A prompt of ids goes in as those ids. A prompt of text, which needs a template of one blank,
         is written into the text, and the whole is tokenised, as for someone who pastes it.
-
-        Args:
-            lm: The model.
-            values: The fields.
-            prompt: As text, or as ids.
-            where: How errors call the target.
         """
         if not isinstance(prompt, str):
             return list(self.fill(lm, values, where).context.text_ids(prompt))
@@ -190,14 +167,11 @@ class Template:
         )
         return text
 
-    def _ids_after_token(self, lm: FrozenLM, piece: str) -> list[int]:
-        """Ids of a piece that stands after a token of the prompt."""
-        if not piece:
-            return []
+    def _after_token(self, lm: FrozenLM, piece: str) -> tuple[str, list[int]]:
+        """A neighbour that stands for a token of the prompt, and the ids of a piece after it."""
         for neighbour in _NEIGHBOURS:
-            together, alone = lm.encode(neighbour + piece), lm.encode(neighbour)
-            if together[: len(alone)] == alone:
-                return together[len(alone) :]
+            if (ids := _ids_after(lm, neighbour, piece)) is not None:
+                return neighbour, ids
         raise InputError(
             f"Expected what follows a slot in `{self._setting}` to keep its tokens there, but "
             f"{piece[:20]!r} is read together with whatever stands before it. Start it with a "
@@ -206,10 +180,7 @@ class Template:
 
     def _check_before_blank(self, lm: FrozenLM, piece: str) -> None:
         """Refuse a space before a blank that the tokenizer would give to the prompt's token."""
-        if not piece[-1:].isspace():
-            return
-        alone = lm.encode(piece)
-        if lm.encode(piece + "x")[: len(alone)] != alone:
+        if piece[-1:].isspace() and _ids_after(lm, piece, "x") is None:
             raise InputError(
                 f"Expected `{self._setting}` to have no {piece[-1]!r} before `{{slot}}`, but got "
                 f"{piece[-12:]!r}: in the final text it belongs to the token after it. Leave it "
@@ -226,27 +197,24 @@ def find_template(text: str | None, chat: bool) -> Template | None:
 
 def _parse(text: str, setting: str) -> Iterator[tuple[str, str]]:
     """Kind and value of each part: `text`, `field` with its name, `slot` with a length."""
-    start = 0
-    for match in _PART.finditer(text):
-        yield "text", text[start : match.start()]
-        start = match.end()
-        name, length = match["name"], match["length"]
-        if match["stray"] or (length is not None and (name != _BLANK or int(length) == 0)):
-            raise InputError(
-                f"Expected `{setting}` to hold `{{slot}}`, `{{slot:5}}` and `{{field}}`, with "
-                f"`{{{{` and `}}}}` for braces, but got {match[0]!r} at character "
-                f"{match.start() + 1}."
-            )
-        if name is None:
-            yield "text", match[0][0]
-        else:
+    try:
+        for literal, name, length, conversion in string.Formatter().parse(text):
+            yield "text", literal
+            if name is None:
+                continue
+            is_length = not length or (name == _BLANK and length.isdecimal() and int(length) > 0)
+            if conversion or not is_length or not re.fullmatch(r"\w+", name):
+                raise ValueError(f"{name!r} is none of these")
             yield (_BLANK, length or "0") if name == _BLANK else ("field", name)
-    yield "text", text[start:]
+    except ValueError as error:
+        raise InputError(
+            f"Expected `{setting}` to hold `{{slot}}`, `{{slot:5}}` and `{{field}}`, with `{{{{` "
+            f"and `}}}}` for braces, but got {text!r} ({error})."
+        ) from error
 
 
-def _after_neighbour(lm: FrozenLM, piece: str, ids: tuple[int, ...]) -> str:
-    """The piece after the first neighbour that leaves its tokens alone."""
-    for neighbour in _NEIGHBOURS:
-        if lm.encode(neighbour + piece) == [*lm.encode(neighbour), *ids]:
-            return neighbour + piece
-    return piece
+def _ids_after(lm: FrozenLM, before: str, text: str) -> list[int] | None:
+    """Ids of a text after another; None where they do not keep their tokens side by side."""
+    before_ids, together = lm.encode(before), lm.encode(before + text)
+    is_kept = together[: len(before_ids)] == before_ids
+    return together[len(before_ids) :] if is_kept else None

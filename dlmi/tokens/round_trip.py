@@ -8,7 +8,7 @@ prompt. Else, at the first difference between ids and text, a token is replaced 
 from collections.abc import Callable, Iterable, Sequence
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.targets.context import NO_CONTEXT, Context
+from dlmi.targets.context import NO_CONTEXT, Context, common_beginning
 
 _ATTEMPTS = 64  # and a few more for each token of the prompt
 
@@ -48,13 +48,7 @@ def repair(
             if all(map(allows, same_text)) and round_trips(lm, same_text, context):
                 return same_text
         # Two tokens that merge: replace the one or the other in turn, so that neither stays.
-        differs = _first_difference(text_ids, encoded)
+        differs = len(common_beginning([text_ids, tuple(encoded)]))
         place = min(sum(p < differs for p in positions) + attempt % 2, len(repaired) - 1)
         repaired[place] = next(untried[place], repaired[place])
     return list(ids)
-
-
-def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
-    pairs = zip(ids, others, strict=False)
-    shorter = min(len(ids), len(others))
-    return next((i for i, (mine, other) in enumerate(pairs) if mine != other), shorter)

@@ -16,7 +16,7 @@ reads so when it is decoded alone; empty lines are skipped.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -40,11 +40,6 @@ def check_allowed_tokens(allowed_tokens: AllowedTokens) -> None:
         )
 
 
-def token_texts(lm: FrozenLM, ids: Iterable[int]) -> list[str]:
-    """The text of each token alone."""
-    return [lm.decode([token_id]) for token_id in ids]
-
-
 def special_ids(lm: FrozenLM) -> set[int]:
     """Special tokens: those with a role, and those that were added as special."""
     added = lm.tokenizer.added_tokens_decoder.items()
@@ -52,16 +47,10 @@ def special_ids(lm: FrozenLM) -> set[int]:
 
 
 def select_tokens(lm: FrozenLM, ids: Sequence[int], allowed: AllowedTokens) -> list[int]:
-    """The ids that are in a set.
-
-    Args:
-        lm: Whose tokens they are.
-        ids: Ids of its tokens, ascending.
-        allowed: Name of a set, or a file.
-    """
+    """Those of an LM's ids that are in a set, which is a name or a file."""
     if allowed == "all":
         return list(ids)
-    texts = token_texts(lm, ids)
+    texts = [lm.decode([token_id]) for token_id in ids]
     if allowed == "round_trip":
         encoded: list[list[int]] = lm.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [i for i, again in zip(ids, encoded, strict=True) if again == [i]]
@@ -72,18 +61,10 @@ def select_tokens(lm: FrozenLM, ids: Sequence[int], allowed: AllowedTokens) -> l
     return [i for i, text in zip(ids, texts, strict=True) if i not in barred and belongs(text)]
 
 
-def _is_ascii(text: str) -> bool:
-    return text.isascii() and text != ""
-
-
-def _is_printable(text: str) -> bool:
-    return text.isprintable() and text != "" and REPLACEMENT not in text
-
-
 _BY_TEXT: dict[str, Callable[[str], bool]] = {
     "no_special": lambda text: True,
-    "ascii": _is_ascii,
-    "printable": _is_printable,
+    "ascii": lambda text: text != "" and text.isascii(),
+    "printable": lambda text: text != "" and text.isprintable() and REPLACEMENT not in text,
 }
 
 

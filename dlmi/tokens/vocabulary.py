@@ -21,7 +21,7 @@ from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.target import Target
 from dlmi.tokens.round_trip import repair, round_trips
-from dlmi.tokens.token_sets import REPLACEMENT, AllowedTokens, select_tokens, token_texts
+from dlmi.tokens.token_sets import REPLACEMENT, AllowedTokens, select_tokens
 
 ForbiddenTokens = Literal["none", "ids", "words"]
 
@@ -56,7 +56,6 @@ class Vocabulary:
             `ids`, or all tokens that read like one of its `words`.
 
     Attributes:
-        lm: The same.
         token_ids: The token of each column, ascending, (V,).
         matrix: What each embeds to, (V, d).
         must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
@@ -84,7 +83,6 @@ class Vocabulary:
         self._forbid = forbid_target_tokens
         self._column_of = {token_id: column for column, token_id in enumerate(ids)}
         self._by_word = self._words() if forbid_target_tokens == "words" else {}
-        self._barred: dict[tuple[int, ...], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -98,22 +96,13 @@ class Vocabulary:
         return torch.searchsorted(self.token_ids.to(ids.device), ids.contiguous())
 
     def for_target(self, target: Target, key: int) -> "TargetTokens":
-        """What the prompt of one target may hold.
-
-        Args:
-            target: What is to be said.
-            key: Seed of the target's own noise.
-        """
+        """What the prompt of one target may hold; `key` seeds the target's own noise."""
         return TargetTokens(self, target, key)
 
     def barred_columns(self, target: Target) -> Tensor:
         """Columns that the prompt of a target may not use, (K,)."""
-        ids = target.ids_to_say
-        if ids not in self._barred:
-            barred = sorted({column for i in set(ids) for column in self._barred_by(i)})
-            columns = torch.tensor(barred, dtype=torch.int64, device=self.token_ids.device)
-            self._barred[ids] = columns
-        return self._barred[ids]
+        barred = {column for i in set(target.ids_to_say) for column in self._barred_by(i)}
+        return torch.tensor(sorted(barred), dtype=torch.int64, device=self.token_ids.device)
 
     def check_targets(self, targets: Sequence[Target]) -> None:
         """Raise `InputError` for a target that leaves no token for its prompt."""
@@ -132,35 +121,27 @@ class Vocabulary:
 
     def _barred_by(self, target_id: int) -> Sequence[int]:
         """Columns that one token of a target bars."""
-        own = [self._column_of[target_id]] if target_id in self._column_of else []
         if self._forbid == "none":
             return ()
-        if self._forbid == "ids":
-            return own
-        word = _word(self.lm.decode([target_id]))
-        return [*own, *([] if word is None else self._by_word.get(word, []))]
+        own = [self._column_of[target_id]] if target_id in self._column_of else []
+        word = _word(self.lm.decode([target_id])) if self._forbid == "words" else None
+        return [*own, *self._by_word.get(word, ())]
 
-    def _words(self) -> dict[str, list[int]]:
-        columns: dict[str, list[int]] = {}
-        for column, text in enumerate(token_texts(self.lm, self._column_of)):
-            if (word := _word(text)) is not None:
-                columns.setdefault(word, []).append(column)
+    def _words(self) -> dict[str | None, list[int]]:
+        columns: dict[str | None, list[int]] = {}
+        for token_id, column in self._column_of.items():
+            columns.setdefault(_word(self.lm.decode([token_id])), []).append(column)
+        columns.pop(None, None)  # parts of characters
         return columns
 
 
 class TargetTokens:
-    """The tokens that the prompt of one target may hold.
+    """The tokens of a vocabulary that the prompt of one target may hold.
 
     Args:
         vocabulary: What the prompts of the run may hold.
         target: What is to be said.
         key: Seed of the target's own noise.
-
-    Attributes:
-        lm: The model.
-        vocabulary: The same.
-        target: The same.
-        must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
     """
 
     def __init__(self, vocabulary: Vocabulary, target: Target, key: int) -> None:
@@ -172,7 +153,7 @@ class TargetTokens:
         # Of many examples the first counts: what stands beside the blanks is mostly the same.
         self._context = target.examples[0].context
 
-    @property
+    @functools.cached_property
     def barred_columns(self) -> Tensor:
         """Columns that the prompt may not use, (K,)."""
         return self.vocabulary.barred_columns(self.target)
@@ -242,12 +223,10 @@ class TargetTokens:
         if not self.must_round_trip:
             return ids
         rows: list[list[int]] = ids.tolist()
-        alternatives: list[list[int]] | None = None
-        for number, row in enumerate(rows):
-            if not self.round_trips(row):
-                if alternatives is None:
-                    alternatives = self._alternatives(len(row), preferences)
-                rows[number] = repair(self.lm, self._context, row, alternatives, self.allows)
+        broken = [number for number, row in enumerate(rows) if not self.round_trips(row)]
+        alternatives = self._alternatives(ids.shape[1], preferences) if broken else []
+        for number in broken:
+            rows[number] = repair(self.lm, self._context, rows[number], alternatives, self.allows)
         return ids.new_tensor(rows)
 
     def _alternatives(self, length: int, preferences: Tensor | None) -> list[list[int]]:

@@ -13,8 +13,8 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from lightning.pytorch import LightningModule, Trainer
 
 from dlmi.errors import InputError
-from dlmi.jsonl import append_line, parse_object
-from dlmi.rows import RESULTS_FILE, Inversion, read_rows, results_files, results_name, rewrite_rows
+from dlmi.jsonl import append_line, parse_object, rewrite_lines
+from dlmi.rows import RESULTS_FILE, Inversion, read_rows, results_files, results_name
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.identity import check_row
 from dlmi.run.inverter import Inverter
@@ -155,7 +155,7 @@ def merge_if_last(folder: Path) -> None:
 
 def _merge(files: list[Path], rows: list[Inversion]) -> None:
     """These rows in worker 0's file; those of the others go when it is on the disk."""
-    rewrite_rows(files[0].with_name(RESULTS_FILE), rows)
+    rewrite_lines(files[0].with_name(RESULTS_FILE), (row.to_json_line() for row in rows))
     for file in files:
         if file.name != RESULTS_FILE:
             file.unlink()
