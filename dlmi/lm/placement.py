@@ -152,4 +152,7 @@ def fingerprint(model: Any) -> str:
 
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator or torch.device("cpu")
