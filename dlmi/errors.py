@@ -1,6 +1,7 @@
 """What a user is told in one line: mistakes that can be mended, and runs that had to stop."""
 
 import errno
+import math
 
 
 class InputError(ValueError):
@@ -61,6 +62,14 @@ def check_at_least_one(section: str, **values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise InputError(f"Expected `{section}.{name}` to be at least 1, but got {value}.")
+
+
+def check_between(section: str, low: float, high: float, **values: float) -> None:
+    """Raise `InputError` for the first value outside of a range; its ends belong to it."""
+    for name, value in values.items():
+        if not low <= value <= high:
+            wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise InputError(f"Expected `{section}.{name}` to be {wanted}, but got {value}.")
 
 
 def check_positive(section: str, **values: float) -> None:

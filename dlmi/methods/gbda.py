@@ -10,11 +10,12 @@ options: `final_samples` draws hard prompts from softmax(Z) at the end and keeps
 original's last step), and `tau_end` anneals the temperature geometrically over the budget.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.errors import InputError, check_at_least_one, check_between, check_positive
 from dlmi.estimators.sampling import EstimatorName
 from dlmi.estimators.soft_embedding import sample_columns
 from dlmi.estimators.soft_prompt import SoftPrompt
@@ -57,11 +58,7 @@ class GBDA(Relaxation[None]):
         tau_end = self.tau if self.tau_end is None else self.tau_end
         check_positive("model.method", tau=self.tau, lr=self.lr, tau_end=tau_end)
         check_at_least_one("model.method", num_samples=self.num_samples, rao_draws=self.rao_draws)
-        if self.final_samples < 0:
-            raise InputError(
-                "Expected `model.method.final_samples` to be at least 0, but got "
-                f"{self.final_samples}."
-            )
+        check_between("model.method", 0, math.inf, final_samples=self.final_samples)
         if self.estimator == "reinmax" and min(self.tau, tau_end) < 1:
             raise InputError(
                 "Expected `model.method.tau` and `model.method.tau_end` of at least 1 with "

@@ -13,6 +13,7 @@ rows; there is no relaxation, and the prompt that is measured is the one that wa
 original rule), 1 keeps x unless a candidate is better, more starts from that many prompts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dlmi.errors import InputError, check_at_least_one
+from dlmi.errors import InputError, check_at_least_one, check_between
 from dlmi.methods.base import Defaults, Search, Step
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
@@ -63,16 +64,9 @@ class GCG(Search[GCGState]):
 
     def __post_init__(self) -> None:
         """Refuse settings that make no sense."""
-        check_at_least_one(
-            "model.method",
-            search_width=self.search_width,
-            topk=self.topk,
-            n_replace=self.n_replace,
-        )
-        if self.buffer_size < 0:
-            raise InputError(
-                f"Expected `model.method.buffer_size` to be at least 0, but got {self.buffer_size}."
-            )
+        check_at_least_one("model.method", search_width=self.search_width)
+        check_at_least_one("model.method", topk=self.topk, n_replace=self.n_replace)
+        check_between("model.method", 0, math.inf, buffer_size=self.buffer_size)
 
     def defaults(self) -> Defaults:
         """NanoGCG's."""

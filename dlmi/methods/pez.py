@@ -10,6 +10,7 @@ P is kept as Z here, with the width of an embedding in place of the vocabulary. 
 teacher-forced. Unlike the relaxations there is no distribution over tokens and no noise.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from dlmi.errors import InputError, check_positive
+from dlmi.errors import check_between, check_positive
 from dlmi.estimators.sampling import with_forward
 from dlmi.methods.base import Defaults, Relaxation, Step
 from dlmi.methods.slot import Slot
@@ -60,11 +61,7 @@ class PEZ(Relaxation[None]):
     def __post_init__(self) -> None:
         """Refuse settings that make no sense."""
         check_positive("model.method", lr=self.lr)
-        if self.weight_decay < 0:
-            raise InputError(
-                "Expected `model.method.weight_decay` to be at least 0, but got "
-                f"{self.weight_decay}."
-            )
+        check_between("model.method", 0, math.inf, weight_decay=self.weight_decay)
 
     def defaults(self) -> Defaults:
         """As published."""

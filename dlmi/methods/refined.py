@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlmi.errors import InputError
+from dlmi.errors import check_between
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.methods.base import Defaults, Method, Search, Step
 from dlmi.methods.slot import Slot
@@ -47,11 +47,7 @@ class Refined(Method[RefinedState]):
 
     def __post_init__(self) -> None:
         """Refuse a share that is none."""
-        if not 0 <= self.after <= 1:
-            raise InputError(
-                "Expected `model.method.after` to be a share of the budget, 0 to 1, but got "
-                f"{self.after}."
-            )
+        check_between("model.method", 0, 1, after=self.after)
 
     def start(self, slot: Slot) -> Steps[RefinedState]:
         """As the first method."""

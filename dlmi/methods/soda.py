@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.errors import InputError, check_at_least_one, check_between, check_positive
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.methods.base import Relaxation, Step
 from dlmi.methods.slot import Slot
@@ -110,10 +110,10 @@ class SODA(Relaxation[None]):
         check_at_least_one(
             "model.method", reset_every=self.reset_every, reinit_every=self.reinit_every
         )
-        if self.decay > 1 or not all(0 <= beta < 1 for beta in self.betas):
+        check_between("model.method", 0, 1, decay=self.decay)
+        if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(
-                "Expected `model.method.decay` to be at most 1 and `model.method.betas` to be at "
-                f"least 0 and below 1, but got {self.decay} and {self.betas}."
+                f"Expected `model.method.betas` to be at least 0 and below 1, but got {self.betas}."
             )
 
     def init(self, slot: Slot) -> None:
