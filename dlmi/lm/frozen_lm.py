@@ -72,8 +72,7 @@ class FrozenLM:
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
         self.end_ids = generation.replace_config(model, self.eos_id)
-        some_ids = self.prompt_token_ids[torch.linspace(0, len(known_ids) - 1, 4).long()]
-        checks.check_invertible(model, name, some_ids[None].to(self.device), self.embedding_matrix)
+        checks.check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
         checks.gather_head_input(model)
 
     def __repr__(self) -> str:
@@ -115,8 +114,7 @@ class FrozenLM:
     @property
     def eos_id(self) -> int | None:
         """The end-of-sequence token, if there is one."""
-        eos: int | None = self.tokenizer.eos_token_id
-        return eos
+        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
     def bos_id(self) -> int:
@@ -135,9 +133,8 @@ class FrozenLM:
         """Whether rows of any lengths can be read in one pass (`dlmi.lm.packed`)."""
         if self.is_spread or not self.can_share:
             return False
-        places = torch.linspace(0, len(self.prompt_token_ids) - 1, 9).long()
-        embeds = self.embed(self.prompt_token_ids[places].to(self.device))
-        return packs_right(embeds, self.packed_logits, self.last_logits)
+        some = self.embed(self._some_ids(9))
+        return packs_right(some, self.packed_logits, self.last_logits)
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""
@@ -182,27 +179,14 @@ class FrozenLM:
     ) -> Tensor:
         """Teacher forcing: the logits that predict each target token after the true ones before it.
 
-        Args:
-            prompt_embeds: (R, N, d).
-            target_ids: (R, M). Rows may be padded on the right with any id: a causal LM's earlier
-                logits do not depend on it.
-            prefix: Fixed tokens before the prompt.
-
-        Returns:
-            (R, M, V), in float32 or better.
+        (R, N, d) embeddings and (R, M) ids to (R, M, V), in float32 or better.
         """
         inputs_embeds = self._join(prompt_embeds, target_ids)
         return self.last_logits(inputs_embeds, target_ids.shape[1], prefix)
 
-    def last_logits(
-        self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None, hooks: bool = False
-    ) -> Tensor:
-        """Logits of the last positions of any input: (R, T, d) to (R, keep, V).
-
-        Where `hooks` of the caller must run, the pass is not compiled.
-        """
-        logits, _ = self._forward(inputs_embeds, keep, prefix=prefix, hooks=hooks)
-        return logits
+    def last_logits(self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None) -> Tensor:
+        """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
+        return self._forward(inputs_embeds, keep, prefix=prefix)[0]
 
     def packed_logits(
         self,
@@ -211,22 +195,14 @@ class FrozenLM:
         prefixes: Sequence[Prefix] = (),
         captures: bool = False,
     ) -> tuple[Tensor, list[Layers]]:
-        """Logits of rows of any lengths that lie one after the other; only where `can_pack`.
+        """Logits of rows of any lengths that lie one after the other, (L, d) to (.., V).
 
-        Args:
-            inputs_embeds: Tokens of all rows, (L, d).
-            rows: How they lie, and at how many of their last tokens logits are wanted.
-            prefixes: What they stand behind.
-            captures: Whether to give keys and values as well.
-
-        Returns:
-            Logits, one row's after the other's, (.., V), in float32 or better; and the keys and
-            values of each row.
+        Only where `can_pack`. With `captures`, the keys and values of each row as well.
         """
         layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
         now = PackedPass(rows, layers, self.device, captures)
         logits = self._run.packed(inputs_embeds.to(self.dtype), now)
-        return logits, now.captured() if captures else []
+        return logits, now.captured()
 
     def free_run(
         self,
@@ -242,12 +218,12 @@ class FrozenLM:
 
         Args:
             prompt_embeds: (R, N, d).
-            num_tokens: How many tokens to decode.
+            num_tokens: How many tokens to decode, M.
             next_embeds: What is read after a step. Default: the embedding of the argmax.
             prefix: Fixed tokens before the prompt.
 
         Returns:
-            (R, num_tokens, V), in float32 or better.
+            (R, M, V), in float32 or better.
         """
         return torch.cat(list(self._decode(prompt_embeds, num_tokens, next_embeds, prefix)), dim=1)
 
@@ -266,15 +242,8 @@ class FrozenLM:
         """Teacher forcing and a free greedy run, with what they share computed once.
 
         Both say the same up to the first token that teacher forcing gets wrong, so the free run
-        starts there, from the keys and values of the forced one.
-
-        Args:
-            prompt_embeds: (R, N, d), soft or hard.
-            target_ids: (R, M).
-            prefix: Fixed tokens before the prompt.
-
-        Returns:
-            Forced logits, (R, M, V), and greedy ids, (R, M).
+        starts there, from the keys and values of the forced one. (R, N, d) embeddings and (R, M)
+        ids to forced logits, (R, M, V), and greedy ids, (R, M).
         """
         length = target_ids.shape[1]
         inputs_embeds = self._join(prompt_embeds, target_ids)
@@ -298,16 +267,13 @@ class FrozenLM:
         stop: str | None = None,
         batch_size: int = 16,
     ) -> list[list[int]]:
-        """What the LM says greedily after each row of ids, up to its end.
+        """What the LM says greedily after each row of ids, without the token that ended it.
 
         Args:
             rows: Ids of each text, at least one each.
             max_tokens: Where to end at the latest.
             stop: A text whose appearance ends a row; the token that completes it is kept.
             batch_size: Rows side by side; sorted by length, so that few are padded.
-
-        Returns:
-            The new ids of each row, without the end-of-sequence token that ended it.
         """
         generation.check_lengths(rows, max_tokens, self.max_positions, self.name)
         is_complete = None if stop is None else lambda ids: stop in self.decode(ids)
@@ -320,7 +286,7 @@ class FrozenLM:
     @torch.no_grad()
     def token_log_probs(self, ids: Tensor) -> Tensor:
         """Log-probability of each token given those before it: (R, L) ids to (R, L-1)."""
-        logits, _ = self._forward(self.embed(ids[:, :-1]), keep=ids.shape[1] - 1)
+        logits = self.last_logits(self.embed(ids[:, :-1]), keep=ids.shape[1] - 1)
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
     def perplexity(self, ids: Sequence[int]) -> float | None:
@@ -341,6 +307,10 @@ class FrozenLM:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False), self.precision.set_to(dtype):
             yield
+
+    def _some_ids(self, count: int) -> Tensor:
+        places = torch.linspace(0, len(self.prompt_token_ids) - 1, count).long()
+        return self.prompt_token_ids[places].to(self.device)
 
     def _join(self, prompt_embeds: Tensor, target_ids: Tensor) -> Tensor:
         """Prompt and all of the target but its last token, (R, N+M-1, d)."""
@@ -373,7 +343,6 @@ class FrozenLM:
         cache: Any = None,
         use_cache: bool = False,
         prefix: Prefix | None = None,
-        hooks: bool = False,
     ) -> tuple[Tensor, Any]:
         """One pass, after a prefix, or after a cache, or from the start."""
         rows = len(inputs_embeds)
@@ -382,5 +351,4 @@ class FrozenLM:
             if cache is None:
                 prefix_embeds = self.embed(prefix.ids).expand(rows, -1, -1)
                 inputs_embeds = torch.cat([prefix_embeds, inputs_embeds], dim=1)
-        is_compiled = self.compile_passes and not hooks
-        return self._run(inputs_embeds, keep, cache, use_cache, is_compiled)
+        return self._run(inputs_embeds, keep, cache, use_cache, self.compile_passes)

@@ -151,8 +151,9 @@ class PackedPass:
         return (mixed if self._is_even else mixed.index_select(0, self._unpad))[None]
 
     def captured(self) -> list[Layers]:
-        """Keys and values of each row, (1, K, T, h), after the pass."""
-        assert self._captured is not None
+        """Keys and values of each row, (1, K, T, h), after a pass that captures them."""
+        if self._captured is None:
+            return []
         by_layer = [
             (torch.split(k, self._lengths, 2), torch.split(v, self._lengths, 2))
             for k, v in self._captured

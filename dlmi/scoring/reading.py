@@ -107,8 +107,7 @@ class Reading:
         length, keep = first.length, len(first.example.ids)
         embeds, prefix = inputs.view(-1, length, inputs.shape[-1]), batch.prefix(rows, self.store)
         if self.teacher_forcing:
-            hooks = self.fluency is not None
-            return lm.last_logits(embeds, keep, prefix, hooks).flatten(0, 1)
+            return lm.last_logits(embeds, keep, prefix).flatten(0, 1)
         prompts = embeds[:, : length - keep + 1]
         chosen = None if self.next_embeds is None else self.next_embeds(rows)
         return lm.free_run(prompts, keep, chosen, prefix).flatten(0, 1)

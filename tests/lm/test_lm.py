@@ -105,7 +105,6 @@ def test_passes_with_a_gradient_are_compiled_unless_hooks_must_run(tiny, monkeyp
     lm.compile_passes = True
     torch.testing.assert_close(lm.target_logits(embeds, target_ids), expected)
     assert shapes == [(2, 4, 16)]
-    lm.last_logits(embeds, 2, hooks=True)
     lm.target_logits(embeds.detach(), target_ids)
     lm.target_logits(embeds, target_ids, lm.read_prefix(torch.tensor([4])))
     lm.free_run(embeds, 2)

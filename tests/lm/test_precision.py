@@ -1,5 +1,6 @@
 """Mixed precision reaches the LM's passes and nothing else."""
 
+import functools
 import pytest
 import torch
 from helpers.methods import make_inverter
@@ -97,15 +98,15 @@ def test_soft_next_tokens_are_not_rounded(data, fit, monkeypatch):
     products = []
     make = Engine._next_embeds
 
-    def noted(self, passes, owners):
-        inner = make(self, passes, owners)
+    def noted(self, passes, batch):
+        of_rows = make(self, passes, batch)
 
         def next_embeds(rows, logits, step):
-            embeds = inner(rows, logits, step)
+            embeds = of_rows(rows)(logits, step)
             products.append((logits.dtype, embeds.dtype))
             return embeds
 
-        return next_embeds
+        return lambda rows: functools.partial(next_embeds, rows)
 
     monkeypatch.setattr(Engine, "_next_embeds", noted)
     inverter = make_inverter("dlmi_soft_next_token", steps=2)
