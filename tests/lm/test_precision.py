@@ -1,6 +1,7 @@
 """Mixed precision reaches the LM's passes and nothing else."""
 
 import functools
+
 import pytest
 import torch
 from helpers.methods import make_inverter
