@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -29,16 +28,14 @@ floor: what nobody can leave out, the LM's forward and backward pass and the two
 products with the embedding matrix.
 textbook: the method as a plain script has it, in a process of its own.
 """
+_SECONDS = ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step")
+_MEMORY = ("N", "M", "S", "this tool", "LM's pass", "textbook", "token-passes/s", "of matmul speed")
+_SEARCH = ("N", "M", "slots", "seconds", "token-passes", "microseconds each")
 
 
 def make_parser() -> CommandParser:
     """The options."""
     return CommandParser.of("bench", bench)
-
-
-def bench_command(arguments: list[str]) -> int:
-    """Measure, print and write."""
-    return bench(**make_parser().read(arguments))
 
 
 def bench(
@@ -77,7 +74,12 @@ def bench(
             status.update(f"search with {slots} slots")
             ids = random_ids(model, slots, target_length).tolist()
             searches.append(time_search(model, ids, length, repeats))
-    _print_tables(screen, steps, searches)
+    screen.print(
+        _LEGEND,
+        table("Seconds of a step, medians", _SECONDS, map(_seconds, steps)),
+        table("Peak memory of a step in MB, and speed of this tool", _MEMORY, map(_memory, steps)),
+        table("Steps of SwapSearch, medians; all slots together", _SEARCH, map(_search, searches)),
+    )
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
@@ -93,49 +95,20 @@ def bench(
     return 0
 
 
-def _print_tables(
-    screen: Console, steps: Sequence[StepTimes], searches: Sequence[SearchTimes]
-) -> None:
-    seconds, memory = [], []
-    for line in steps:
-        sizes = line.prompt_length, line.target_length, line.samples
-        times = line.seconds, line.floor_seconds, line.textbook_seconds
-        peaks = line.peak_bytes, line.floor_peak_bytes, line.textbook_peak_bytes
-        ratios = line.ratios()["step / floor"], line.ratios()["textbook / step"]
-        speed = f"{line.token_passes_per_second:.0f}", f"{line.matmul_share:.0%}"
-        seconds.append((*sizes, *(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios)))
-        memory.append((*sizes, *(f"{peak / 1e6:.0f}" for peak in peaks), *speed))
-    per_search = [
-        (
-            *(line.prompt_length, line.target_length, line.slots, f"{line.seconds:.3g}"),
-            *(f"{line.token_passes:.0f}", f"{line.microseconds_per_token_pass:.0f}"),
-        )
-        for line in searches
-    ]
-    screen.print(
-        _LEGEND,
-        table(
-            "Seconds of a step, medians",
-            ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step"),
-            seconds,
-        ),
-        table(
-            "Peak memory of a step in MB, and speed of this tool",
-            (
-                "N",
-                "M",
-                "S",
-                "this tool",
-                "LM's pass",
-                "textbook",
-                "token-passes/s",
-                "of matmul speed",
-            ),
-            memory,
-        ),
-        table(
-            "Steps of SwapSearch, medians; all slots together",
-            ("N", "M", "slots", "seconds", "token-passes", "microseconds each"),
-            per_search,
-        ),
-    )
+def _seconds(line: StepTimes) -> tuple[object, ...]:
+    times = line.seconds, line.floor_seconds, line.textbook_seconds
+    ratios = line.ratios()["step / floor"], line.ratios()["textbook / step"]
+    cells = (*(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios))
+    return line.prompt_length, line.target_length, line.samples, *cells
+
+
+def _memory(line: StepTimes) -> tuple[object, ...]:
+    peaks = line.peak_bytes, line.floor_peak_bytes, line.textbook_peak_bytes
+    cells = (*(f"{p / 1e6:.0f}" for p in peaks), f"{line.token_passes_per_second:.0f}")
+    share = f"{line.matmul_share:.0%}"
+    return line.prompt_length, line.target_length, line.samples, *cells, share
+
+
+def _search(line: SearchTimes) -> tuple[object, ...]:
+    cells = f"{line.token_passes:.0f}", f"{line.microseconds_per_token_pass:.0f}"
+    return line.prompt_length, line.target_length, line.slots, f"{line.seconds:.3g}", *cells

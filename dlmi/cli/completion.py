@@ -5,16 +5,27 @@ is updated.
 """
 
 import importlib
-
-from jsonargparse import ArgumentParser
+from typing import Any, get_args
 
 from dlmi.cli.main import COMMANDS
-from dlmi.cli.parser import CommandParser
+from dlmi.cli.parser import CommandParser, classes_of, known_options
 
-_HEADER = """\
+_SCRIPT = """\
 # Completion of dlmi for bash, made by `dlmi completion`. For now: source <(dlmi completion)
 # For good:  dlmi completion > ~/.local/share/bash-completion/completions/dlmi
 # In zsh:    autoload -U bashcompinit && bashcompinit && source <(dlmi completion)
+_dlmi() {{
+  local words="" here="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
+  if ((COMP_CWORD == 1)); then words="{commands} --help --version"; fi
+  case "${{COMP_WORDS[1]}} $before" in
+{values}
+  esac
+  if [[ $COMP_CWORD -gt 1 && $here == -* ]]; then case "${{COMP_WORDS[1]}}" in
+{options}
+  esac; fi
+  COMPREPLY=($(compgen -W "$words" -- "$here"))
+}}
+complete -o default -F _dlmi dlmi  # files, where there is no word
 """
 
 
@@ -23,18 +34,31 @@ def make_parser() -> CommandParser:
     return CommandParser.of("completion", completion, usage="")
 
 
-def completion_command(arguments: list[str]) -> int:
-    """Exit code 0."""
-    return completion(**make_parser().read(arguments))
-
-
 def completion() -> int:
     """Print a script for completion in bash: source <(dlmi completion)."""
-    whole = ArgumentParser(prog="dlmi")
-    whole.add_argument("--version", action="store_true")
-    commands = whole.add_subcommands()
+    values, options = [], []
     for name in COMMANDS:
-        commands.add_subcommand(name, importlib.import_module(f"dlmi.cli.{name}").make_parser())
-    script = whole.get_completion_script("shtab-bash")
-    print(_HEADER + script.replace("dlmi.methods.", ""))  # `--model DLMI` is enough
+        parser = importlib.import_module(f"dlmi.cli.{name}").make_parser()
+        words = {word for action in parser._actions for word in action.option_strings}
+        words |= {f"--{key}" for key, owner in known_options(parser).items() if owner}
+        options.append(f'    {name}) words="{" ".join(sorted(words))}";;')
+        for action in parser._actions:
+            names = [cls.__name__ for cls in classes_of(action.dest)]
+            if found := names or _literals(getattr(action, "_typehint", None)):
+                place = f"{name} --{action.dest}"
+                values.append(f'    "{place}") words="{" ".join(found)}";;')
+    blocks = {"values": "\n".join(values), "options": "\n".join(options)}
+    print(_SCRIPT.format(commands=" ".join(COMMANDS), **blocks), end="")
     return 0
+
+
+def _literals(hint: Any) -> list[str]:
+    """The words that a type allows.
+
+    >>> from typing import Literal
+    >>> _literals(Literal["a", "b"] | None), _literals(bool)
+    (['a', 'b'], ['true', 'false'])
+    """
+    if hint is bool:
+        return ["true", "false"]
+    return [word for a in get_args(hint) for word in ([a] if isinstance(a, str) else _literals(a))]

@@ -81,13 +81,6 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def gradients_command(arguments: list[str]) -> int:
-    """Run, measure, print and write."""
-    options = make_parser().read(arguments)
-    del options["config"]
-    return gradients(**options)
-
-
 def gradients(
     run: TrajectoryRun,
     study: GradientStudy,

@@ -97,8 +97,8 @@ def _run(name: str, arguments: list[str]) -> int:
 
         keep_freed_memory()
         watch_threads()
-    command: Callable[[list[str]], int] = getattr(module, f"{name}_command")
-    return command(arguments)
+    command: Callable[[list[str]], int] | None = getattr(module, f"{name}_command", None)
+    return (command or module.make_parser().run)(arguments)
 
 
 _NAMES = (

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 from dlmi.errors import InputError, find_input_error
 
 # Settings that have another name now: refused, with the new one in the same line. Those that have
-# only moved need no entry, for they are found by their last part.
+# moved, or are nearly the same, need no entry: they are found like a misspelt one.
 FORMER = {
     "EchoSearch": "SwapSearch",
     "model.class_path": "model.method",
@@ -27,27 +27,15 @@ FORMER = {
     "model.start": "model.method.start_from",
     "model.starts": "model.method.num_starts",
     "model.refine_after": "model.method Refined, with model.method.first and model.method.after",
-    "model.refine_width": "model.method.width (of Refined: model.method.search.width)",
-    "model.next_token": "model.method.next_token_tau (unset: greedy tokens)",
     "model.allow_non_ascii": "model.allowed_tokens all",
-    "data.lm_device_map": "data.load.device_map",
-    "data.target_length": "data.targets.length",
-    "data.rank_sigma": "data.targets.sigma",
-    "data.target_seed": "data.targets.seed",
     "data.targets_file": "data.targets File, with data.targets.path",
-    "data.texts": "data.targets Texts, with data.targets.texts",
-    "data.shared": "data.share (with data.share.per_step, evaluated or held_out)",
     "data.examples_per_step": "data.share.per_step",
     "data.eval_examples": "data.share.evaluated",
     "data.held_out_file": "data.share.held_out",
     "data.questions": "data.targets Questions, with data.targets.source",
     "data.max_questions": "data.targets.limit",
-    "data.reasoning": "data.targets.reasoning_tokens (unset: none)",
-    "target_length": "length",
-    "rank_sigma": "sigma",
     "target_seed": "seed",
     "targets_file": "file",
-    "lm_device_map": "load.device_map",
 }
 
 _KINDS = {
@@ -70,6 +58,8 @@ class OptionError(ValueError):
 class CommandParser(ArgumentParser):
     """A parser whose errors are `InputError`s of one line."""
 
+    _command: Callable[..., Any]
+
     @classmethod
     def of(
         cls,
@@ -89,6 +79,7 @@ class CommandParser(ArgumentParser):
         name = f"python -m dlmi {command}"
         about = re.split(r"\n\n(?:Args|Attributes):", inspect.getdoc(signature) or "")[0]
         parser = cls(prog=name, usage=f"{name} {usage}", description=about)
+        parser._command = signature
         if isinstance(signature, type):
             parser.add_class_arguments(signature, as_group=False, skip=skip)
         else:
@@ -101,6 +92,12 @@ class CommandParser(ArgumentParser):
     def read(self, arguments: list[str]) -> dict[str, Any]:
         """The options by name, made into what they stand for."""
         return dict(vars(self.instantiate_classes(self.parse_args(arguments))))
+
+    def run(self, arguments: list[str]) -> int:
+        """Call the function with the options; its exit code."""
+        options = {k: v for k, v in self.read(arguments).items() if k != "config"}
+        code: int = self._command(**options)
+        return code
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         """As the base class, with errors in plain English."""
@@ -163,7 +160,7 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
         return _unknown(".".join([*keys, *filter(None, found.groups())]), parser)
     if found := re.search(r"arguments are required: ([^\s,]+)", message):
         missing = ".".join([*keys, found[1]])
-        names = f" Give {_class(missing)}." if _classes(missing) else ""
+        names = f" Give {_class(missing)}." if classes_of(missing) else ""
         return f"Expected `{missing}` to be given, but it is not.{names}"
     if found := re.search(r"Problem with given class_path '([^']+)':\s+(.+)", message):
         return f"Expected {found[1]} to be of use here, but it is not: {found[2]}"
@@ -189,11 +186,7 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
 def _unknown(key: str, parser: ArgumentParser) -> str:
     """No such option: it is that of another class, or has another name now, or is misspelt."""
     section, _, last = key.rpartition(".")
-    known = {action.dest: "" for action in parser._actions}
-    for place in ("model.method", "data.targets"):
-        for cls in _classes(place) if place in known else ():
-            for field in dataclasses.fields(cls):
-                known.setdefault(f"{place}.{field.name}", cls.__name__)
+    known = known_options(parser)
     owner = known.pop(key, "")
     moved = [name for name in known if name.rpartition(".")[2] == last]
     close = difflib.get_close_matches(key, moved, 1, 0) or difflib.get_close_matches(key, known, 1)
@@ -201,14 +194,25 @@ def _unknown(key: str, parser: ArgumentParser) -> str:
     if new := FORMER.get(f"{key.partition('.')[0]}.{last}" if section else key):
         hint += f"It is now `{new}`. "
     elif close:
-        hint += f"Did you mean `{close[0]}`? "
+        of = f" of {known[close[0]]}" if known[close[0]] else ""
+        hint += f"Did you mean `{close[0]}`{of}? "
     helps = f"`{parser.prog} --help` lists them"
     if key.startswith("model."):
         helps += f", `{parser.prog} --model.method.help METHOD` those of a method"
     return f"Expected options that exist, but got `{key}`. {hint}{helps}."
 
 
-def _classes(key: str) -> list[Any]:
+def known_options(parser: ArgumentParser) -> dict[str, str]:
+    """All options, and whose they are, where it is a method or a source of targets."""
+    known = {action.dest: "" for action in parser._actions}
+    for place in ("model.method", "data.targets"):
+        for cls in classes_of(place) if place in known else ():
+            for field in dataclasses.fields(cls):
+                known.setdefault(f"{place}.{field.name}", cls.__name__)
+    return known
+
+
+def classes_of(key: str) -> list[Any]:
     """What may stand under a key by its name alone."""
     if key.startswith("model.method"):
         from dlmi import methods  # only now: it brings torch
@@ -222,7 +226,7 @@ def _classes(key: str) -> list[Any]:
 
 
 def _class(key: str) -> str:
-    names = [cls.__name__ for cls in _classes(key)]
+    names = [cls.__name__ for cls in classes_of(key)]
     return f"one of {', '.join(names)}" if names else "the name of a class"
 
 

@@ -124,28 +124,26 @@ def score_command(arguments: list[str]) -> int:
     ):
         print(f"{name}: {score.right} of {len(score.answered)} right", file=sys.stderr)
         scores[name] = score
-    Console().print(_table(scores, f"{len(questions)} questions to {lm.name}"))
+    found = _rows(scores)
+    Console().print(_table(found, f"{len(questions)} questions to {lm.name}"))
     if asked.out is not None:
-        asked.out.write_bytes(_as_json(scores, asked))
+        whole = msgspec.json.encode({"settings": asked, "scores": found}, enc_hook=str)
+        asked.out.write_bytes(msgspec.json.format(whole, indent=1) + b"\n")
         print(f"every answer is in {asked.out}")
     return 0
 
 
 def _filled_in(options: Score, rows: Sequence[Inversion]) -> Score:
     """With what the user left out as the run did that the rows are of, or as usual."""
-    recorded = [_recorded(row) for row in rows]
-    found = dict(_USUAL)
-    for name in _USUAL:
-        if (given := getattr(options, name)) is not None:
-            found[name] = given
-            continue
-        values = {values[name] for values in recorded if name in values}
+    found = {}
+    for name in (name for name in _USUAL if getattr(options, name) is None):
+        values = {seen[name] for row in rows if name in (seen := _recorded(row))}
         if len(values) > 1:
             raise InputError(
                 f"Expected `--{name}` to be given with rows that differ in it, but it is unset "
                 f"({', '.join(sorted(map(repr, values)))} in {options.results})."
             )
-        found[name] = values.pop() if values else found[name]
+        found[name] = values.pop() if values else _USUAL[name]
     return replace(options, **found)
 
 
@@ -163,28 +161,10 @@ def _recorded(row: Inversion) -> dict[str, Any]:
     return values
 
 
-def _table(scores: dict[str, Accuracy], title: str) -> Table:
-    """A row per prompt: right answers, accuracy, its interval and the relative change."""
+def _rows(scores: dict[str, Accuracy]) -> list[dict[str, Any]]:
+    """What is told of each prompt."""
     relative = changes(scores)
-    lines = [
-        (
-            name,
-            f"{score.right} of {len(score.answered)}",
-            f"{score.value:.1%}",
-            "{:.1%} to {:.1%}".format(*score.interval),
-            "-" if (change := relative[name]) is None else f"{change:+.1%}",
-            score.prompt_text,
-        )
-        for name, score in scores.items()
-    ]
-    columns = ("slot", "right", "accuracy", "95% interval", "change", "prompt")
-    return table(title, columns, lines, texts=["slot", "prompt"])
-
-
-def _as_json(scores: dict[str, Accuracy], options: Score) -> bytes:
-    """Everything, as one JSON object."""
-    relative = changes(scores)
-    rows = [
+    return [
         {
             "name": name,
             "prompt_text": score.prompt_text,
@@ -198,5 +178,13 @@ def _as_json(scores: dict[str, Accuracy], options: Score) -> bytes:
         }
         for name, score in scores.items()
     ]
-    whole = msgspec.json.encode({"settings": options, "scores": rows}, enc_hook=str)
-    return msgspec.json.format(whole, indent=1) + b"\n"
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    shown = "{name}|{right} of {total}|{accuracy:.1%}|{interval[0]:.1%} to {interval[1]:.1%}"
+    lines = []
+    for row in rows:
+        change = "-" if row["relative_change"] is None else f"{row['relative_change']:+.1%}"
+        lines.append((*shown.format(**row).split("|"), change, row["prompt_text"]))
+    columns = ("slot", "right", "accuracy", "95% interval", "change", "prompt")
+    return table(title, columns, lines, texts=["slot", "prompt"])

@@ -30,11 +30,6 @@ def make_parser() -> CommandParser:
     return CommandParser.of("verify", verify, "RESULTS [options]", {"load.quantization"})
 
 
-def verify_command(arguments: list[str]) -> int:
-    """Exit code 1 where a recorded value does not hold."""
-    return verify(**make_parser().read(arguments))
-
-
 def verify(
     results: Path,
     lm: str | list[str] | None = None,
@@ -45,8 +40,8 @@ def verify(
 ) -> int:
     """Load the LM and decode every prompt of a results.jsonl again.
 
-    One at a time, from its ids and from its text. With --lm or --dtype: do the prompts work there,
-    too?
+    One at a time, from its ids and from its text; exit code 1 where a recorded value does not hold.
+    With --lm or --dtype: do the prompts work there, too?
 
     Args:
         results: A results.jsonl, or the run folder with it.

@@ -217,7 +217,11 @@ def bad_inputs():
     return {
         "unknown_key": (
             [*model, f"{method}.tau", "1"],
-            ["`model.method.tau`", "Did you mean `model.method.tau0`?", "--model.method.help"],
+            [
+                "`model.method.tau`",
+                "Did you mean `model.method.tau0` of DLMI?",
+                "--model.method.help",
+            ],
         ),
         "unknown_data_key": (
             [*model, "--data.btch_size", "1"],
@@ -364,7 +368,7 @@ FORMER = {
     "--model.method DLMI --data.target_length 4": "`data.targets.length`",
     "--model.method DLMI --data.target_seed 4": "`data.targets.seed`",
     "--model.method DLMI --data.targets_file x": "`data.targets File, with data.targets.path`",
-    "--model.method DLMI --data.texts [x]": "`data.targets Texts, with data.targets.texts`",
+    "--model.method DLMI --data.texts [x]": "`data.targets.texts` of Texts",
     "--model.method DLMI --data.bos x": "`data.load.bos`",
     "--model.method DLMI --data.quantization int8": "`data.load.quantization`",
     "--model.method DLMI --data.lm_device_map auto": "`data.load.device_map`",
@@ -416,7 +420,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tiny_flags, tmp_path, capf
         (["frobnicate"], "frobnicate"),
         (["targets"], "out"),
         (["targets", "--out", "no/such/folder/t.jsonl"], "--out"),
-        (["targets", "--out", "t.jsonl", "--target_length", "3"], "is now `length`"),
+        (["targets", "--out", "t.jsonl", "--target_length", "3"], "Did you mean `length`?"),
         (["targets", "--out", "t.jsonl", "--texts", "[a]", "--file", "b"], "but got both"),
         (["targets", "--out", "t.jsonl", "--per_kk", "3"], "Did you mean `per_k`?"),
         (["verify", "nowhere", "--bos", "x"], "Did you mean `load.bos`"),

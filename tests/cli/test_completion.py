@@ -17,6 +17,7 @@ def script(tmp_path_factory):
     with path.open("w") as file, redirect_stdout(file), pytest.raises(SystemExit) as end:
         main(["completion"])
     assert end.value.code == 0
+    assert path.stat().st_size < 100_000
     return path
 
 
@@ -25,7 +26,7 @@ def script(tmp_path_factory):
     ("words", "expected"),
     [
         (["re"], {"report"}),
-        ([""], {*COMMANDS}),
+        ([""], {*COMMANDS, "--help", "--version"}),
         (["--v"], {"--version"}),
         (["fit", "--model.flu"], {"--model.fluency"}),
         (["fit", "--model.method.topk"], {"--model.method.topk"}),
@@ -33,14 +34,16 @@ def script(tmp_path_factory):
         (["fit", "--model.method", "G"], {"GBDA", "GCG"}),
         (["fit", "--trainer.devi"], {"--trainer.devices", "--trainer.devices+"}),
         (["score", "--two"], {"--two_stages"}),
-        (["verify", "somefile"], {"somefile.txt"}),
+        (["verify", "somefile"], set()),  # readline then completes files
         (["report", "somefile.txt", "--ou"], {"--out"}),
+        (["verify", "x", "--dtype", "fl"], {"float16", "float32", "float64"}),
+        (["invert", "x", "--chat", "t"], {"true"}),
     ],
 )
 def test_bash_completes(script, tmp_path, words, expected):
     (tmp_path / "somefile.txt").touch()
     line = " ".join(f"'{word}'" for word in ("dlmi", *words))
-    code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_dlmi; "
+    code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _dlmi; "
     done = subprocess.run(  # without a PATH: no Python, nor anything else, is started
         [BASH, "-c", code + 'printf "%s\\n" "${COMPREPLY[@]}"'],
         cwd=tmp_path,
