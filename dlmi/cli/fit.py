@@ -176,13 +176,14 @@ class _ParserCLI(InversionCLI):
 
 
 @functools.cache
-def _parser_cli() -> _ParserCLI:
+def _planning_cli() -> _ParserCLI:
+    """Once for many plans: making the parser takes a moment."""
     return _ParserCLI([])
 
 
 def make_parser() -> CommandParser:
     """The options."""
-    return cast(FitParser, _parser_cli().parser)
+    return cast(FitParser, _ParserCLI([]).parser)
 
 
 def plan_fit(
@@ -199,7 +200,7 @@ def plan_fit(
     Raises:
         InputError: Where `fit` would refuse them.
     """
-    cli = _parser_cli()
+    cli = _planning_cli()
     with plain_errors(None, *_REFUSALS):
         cli.config = cli.parser.parse_args(
             ["--config", str(config), "--config", json.dumps(overrides)]

@@ -1,15 +1,18 @@
 """What a run stores and shows, and that watching it changes nothing."""
 
 import io
+import signal
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlmi import Inverter, read_rows
 from dlmi.methods import DLMI, SwapSearch
+from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.run.callbacks.metrics import TensorBoardDetails
 from dlmi.run.callbacks.progress import InversionProgress, marked_output, summary_table
 from dlmi.run.callbacks.results import ResultWriter
@@ -167,3 +170,14 @@ def test_target_ids_are_shown_without_their_escape_codes(data, fit, tmp_path, ca
 
 def test_markdown_spells_bidi_characters_out():
     assert "202e" in escape_markdown("a\u202eb")
+
+
+def test_an_error_gives_the_signals_back(data, fit):
+    class Broken(Callback):
+        def on_train_batch_end(self, *_):
+            raise ZeroDivisionError
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ZeroDivisionError):
+        fit(small(), data(), callbacks=[RunCheckpoint(), Broken()], enable_checkpointing=True)
+    assert signal.getsignal(signal.SIGINT) is before

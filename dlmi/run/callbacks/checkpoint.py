@@ -89,9 +89,7 @@ class RunCheckpoint(ModelCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
         """Say how to go on, once all workers of this machine are done; give the signals back."""
         super().teardown(trainer, pl_module, stage)
-        for signum, handler in self._previous_handlers.items():
-            signal.signal(signum, handler)
-        self._previous_handlers = {}
+        self._give_signals_back()
         was_stopped = pl_module.active or pl_module.stop_requested
         why = pl_module.workers.ended() or ("stopped" if was_stopped else None)
         if why and pl_module.unfinished and trainer.is_global_zero:
@@ -103,3 +101,15 @@ class RunCheckpoint(ModelCheckpoint):
             )
             screen = Console(stderr=True, soft_wrap=True, highlight=False)
             screen.print(text[0].upper() + text[1:], markup=False)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the signals back: Lightning tears nothing down after an error."""
+        super().on_exception(trainer, pl_module, exception)
+        self._give_signals_back()
+
+    def _give_signals_back(self) -> None:
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        self._previous_handlers = {}
