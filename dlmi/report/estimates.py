@@ -6,17 +6,21 @@ seeds are averaged first, and the error is that over targets.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from scipy import stats
 
+from dlmi.gradient_rows import GradientRow
 from dlmi.report.loading import Series, best_point, last_point
 from dlmi.report.result_files import Budget
 from dlmi.rows import Inversion
 
 # A number of a row; None where the row has none.
 Measure = Callable[[Inversion], float | None]
+
+_Row = TypeVar("_Row", Inversion, GradientRow)
 
 
 @dataclass(frozen=True)
@@ -36,29 +40,36 @@ class Estimate:
         return self.mean - reach, self.mean + reach
 
 
-def honest_lcs(budget: Budget | None = None) -> Measure:
+NamedEstimates = Iterator[tuple[str, Estimate]]
+
+
+def honest_lcs(budget: Budget) -> Measure:
     """LCS of the best discrete prompt within a budget, decoded freely."""
     return lambda row: best_point(row, budget).lcs
 
 
-def current_lcs(budget: Budget | None = None) -> Measure:
+def current_lcs(budget: Budget) -> Measure:
     """The same of the prompt of the moment, not of the best so far."""
     return lambda row: last_point(row, budget).lcs
 
 
-def as_in_code_lcs(budget: Budget | None = None) -> Measure:
+def as_in_code_lcs(budget: Budget) -> Measure:
     """LCS as the DLMI authors' code logs it, at the last evaluation within a budget."""
     return lambda row: last_point(row, budget).as_in_code_lcs
 
 
-def by_target(rows: Iterable[Inversion], measure: Measure) -> dict[str, float]:
-    """The mean over seeds of each target; rows without a finite value do not count."""
+def by_target(
+    rows: Iterable[_Row],
+    measure: Callable[[_Row], float | None],
+    summary: Callable[[list[float]], float] = statistics.fmean,
+) -> dict[str, float]:
+    """What each target's rows come to; rows without a finite value do not count."""
     found: dict[str, list[float]] = {}
     for row in rows:
         value = measure(row)
         if value is not None and math.isfinite(value):
             found.setdefault(row.target_id, []).append(value)
-    return {target: statistics.fmean(values) for target, values in found.items()}
+    return {target: summary(values) for target, values in found.items()}
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
@@ -94,6 +105,11 @@ def differences(
     return {target: statistics.fmean(found[target]) for target in sorted(found)}
 
 
+def mean_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate | None:
+    """After minus before, over the targets that both have."""
+    return estimate(after[target] - before[target] for target in before if target in after)
+
+
 def slope(points: Sequence[tuple[float, float]]) -> Estimate | None:
     """Change of y over the whole range of x along the least-squares line."""
     xs = [x for x, _ in points]
@@ -112,9 +128,8 @@ def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimat
     difference, targets = one.mean - other.mean, min(one.targets, other.targets)
     if one.error is None or other.error is None:
         return Estimate(difference, None, 0, targets)
-    parts = [(one.error**2, one.freedom), (other.error**2, other.freedom)]
-    total = sum(square for square, _ in parts)
-    bottom = sum(square**2 / freedom for square, freedom in parts)
+    total = one.error**2 + other.error**2
+    bottom = one.error**4 / one.freedom + other.error**4 / other.freedom
     freedom = total**2 / bottom if bottom else one.freedom + other.freedom
     return Estimate(difference, math.sqrt(total), freedom, targets)
 

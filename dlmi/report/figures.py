@@ -138,14 +138,14 @@ def _figures(name: str, pages: Sequence[Canvas], data: ReportData) -> list[Figur
     ]
 
 
-def best_so_far(row: Inversion, axis: Axis, budget: Budget | None = None) -> Path:
+def best_so_far(row: Inversion, axis: Axis, budget: Budget) -> Path:
     """The best honest LCS after each evaluation within a budget."""
     points = points_within(row, budget)
     best = itertools.accumulate((point.lcs for point in points), max)
     return [float(getattr(point, axis)) for point in points], list(best)
 
 
-def temperature(row: Inversion, axis: Axis, budget: Budget | None = None) -> Path:
+def temperature(row: Inversion, axis: Axis, budget: Budget) -> Path:
     """The mean temperature at each evaluation that knows it."""
     points = [point for point in points_within(row, budget) if point.means.get("tau", 0) > 0]
     return [float(getattr(point, axis)) for point in points], [p.means["tau"] for p in points]

@@ -126,20 +126,18 @@ class ReportData:
                     yield title, group, series
 
 
-def best_point(row: Inversion, budget: Budget | None = None) -> TracePoint:
+def best_point(row: Inversion, budget: Budget) -> TracePoint:
     """The best evaluation within a budget; a target that stopped early carries its value on."""
     return max(points_within(row, budget), key=lambda point: (point.lcs, -point.discrete_loss))
 
 
-def last_point(row: Inversion, budget: Budget | None = None) -> TracePoint:
+def last_point(row: Inversion, budget: Budget) -> TracePoint:
     """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
     return points_within(row, budget)[-1]
 
 
-def points_within(row: Inversion, budget: Budget | None) -> Sequence[TracePoint]:
+def points_within(row: Inversion, budget: Budget) -> Sequence[TracePoint]:
     """The evaluations that a budget covers, and the first in any case."""
-    if budget is None:
-        return row.trace
     return [p for p in row.trace if getattr(p, budget.axis) <= budget.at] or [row.trace[0]]
 
 

@@ -28,8 +28,8 @@ from dlmi.report.claims.gradient_rules import (
     REINFORCE,
     gradient_views,
 )
-from dlmi.report.claims.table import claim_cases, claims_table, decide_on
-from dlmi.report.claims.verdicts import CLAIMS, above, below, between, decide
+from dlmi.report.claims.table import CLAIMS, claim_cases, claims_table, decide_on
+from dlmi.report.claims.verdicts import RULES, above, below, between, decide
 from dlmi.report.estimates import (
     Estimate,
     by_target,
@@ -209,7 +209,6 @@ def test_a_target_that_stopped_carries_its_value_forward(make_row):
     row = make_row(0.0, 0.6, 0.3)
     found = [best_point(row, Budget("step", at)).lcs for at in (0, 9, 10, 20, 999)]
     assert found == [0.0, 0.0, 0.6, 0.6, 0.6]
-    assert best_point(row).lcs == 0.6
     assert last_point(row, Budget("step", 20)).lcs == 0.3
     # Before the first evaluation: that one.
     assert best_point(row, Budget("token_passes", 5)).step == 0
@@ -221,7 +220,9 @@ def test_curves_carry_forward_and_average_seeds_first(make_row):
         make_row(0.0, 0.0, 0.0, 0.5, target="a", seed=1),
         make_row(0.0, 0.25, 0.0, 0.25, target="b"),
     ]
-    curve = mean_curve([(row.target_id, best_so_far(row, "step")) for row in rows])
+    curve = mean_curve(
+        [(row.target_id, best_so_far(row, "step", Budget("step", 99))) for row in rows]
+    )
     assert curve.xs == [0, 10, 20, 30]
     assert curve.means == pytest.approx([0, (0.5 + 0.25) / 2, (0.5 + 0.25) / 2, (0.75 + 0.25) / 2])
     assert curve.errors[1] == pytest.approx(0.125)
@@ -524,14 +525,14 @@ def test_text_in_figures_is_safe():
 # Claims
 
 
-def entry_of(number):
-    return next(entry for entry in CLAIMS if entry[0].number == number)
+def test_every_claim_that_can_be_tested_has_a_rule():
+    assert set(RULES) == {number for number, said in CLAIMS.items() if said.kind != "nothing"}
 
 
 def outcomes(data, number):
     """Verdict and evidence of a claim, on our metric and on the authors'."""
     [(_, *metrics)] = claim_cases(data)["group"]
-    return [decide_on(*entry_of(number), views) for views in metrics]
+    return [decide_on(number, views) for views in metrics]
 
 
 @pytest.fixture
@@ -740,8 +741,8 @@ def test_violins_leave_out_what_a_logarithm_does_not_have():
 
 def gradient_verdicts(found):
     [view], _ = gradient_views(found)
-    rules = {each.number: rule for each, rule in CLAIMS if each.kind == "gradients"}
-    return {number: decide(list(rule(view)))[0] for number, rule in rules.items()}
+    numbers = [number for number, said in CLAIMS.items() if said.kind == "gradients"]
+    return {number: decide_on(number, [view])[0] for number in numbers}
 
 
 def test_gradient_claims_and_tests():

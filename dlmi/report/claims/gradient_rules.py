@@ -6,12 +6,12 @@ itself. So every claim is decided on scale-free ones, and the paper's stand besi
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from dlmi.report.claims.verdicts import Finding, above, below, between, claim
-from dlmi.report.estimates import Estimate, estimate
+from dlmi.gradient_rows import GradientRow
+from dlmi.report.claims.verdicts import Findings, above, below, between, decides
+from dlmi.report.estimates import NamedEstimates, by_target, mean_gain
 from dlmi.report.gradient_sets import GradientSet
 
 # Labels of estimators as gradient rows have them.
@@ -21,12 +21,10 @@ LEARNED = ("GS L tau0=1", "GS L tau0=100", "GS D+L tau0=1", "GS D+L tau0=100")
 
 _SAME_RANGE = 0.5  # decades
 
-gradient_claim = partial(claim, kind="gradients")
-
 
 @dataclass(frozen=True)
 class GradientView:
-    """Gradient rows through a pair of columns: one for variance and one for bias."""
+    """Gradient rows through a pair of columns."""
 
     gradients: GradientSet
     variance: str
@@ -38,8 +36,8 @@ class GradientView:
         second: str,
         column: str,
         summary: Callable[[list[float]], float] = statistics.fmean,
-    ) -> list[tuple[str, Estimate]]:
-        """log10 of a statistic of one estimator over another's, over targets, with its name.
+    ) -> NamedEstimates:
+        """log10 of a statistic of one estimator over another's, over targets.
 
         Args:
             first: Label of an estimator.
@@ -47,83 +45,59 @@ class GradientView:
             column: Which statistic.
             summary: What a target's steps and seeds come to.
         """
-        one, other = (self._logs_by_target(label, column) for label in (first, second))
-        shared = sorted(one.keys() & other.keys())
-        found = estimate(summary(one[target]) - summary(other[target]) for target in shared)
-        return [(f"log10 {column}, {first} over {second}", found)] if found else []
 
-    def _logs_by_target(self, estimator: str, column: str) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for row in self.gradients.rows:
-            value = getattr(row, column).value
-            if row.estimator == estimator and value is not None and value > 0:
-                found.setdefault(row.target_id, []).append(math.log10(value))
-        return found
+        def logarithm(row: GradientRow) -> float | None:
+            value: float | None = getattr(row, column).value
+            return math.log10(value) if value is not None and value > 0 else None
+
+        rows = self.gradients.rows
+        one, other = (
+            by_target((row for row in rows if row.estimator == label), logarithm, summary)
+            for label in (first, second)
+        )
+        if found := mean_gain(other, one):
+            yield f"log10 {column}, {first} over {second}", found
 
 
 def gradient_views(gradients: GradientSet) -> tuple[list[GradientView], list[GradientView]]:
     """Through what is free of scale, and through what the paper looks at."""
-    columns = (("relative_variance", "bias_over_norm"), ("variance_max", "bias_max"))
-    ours, theirs = ([GradientView(gradients, *pair)] for pair in columns)
-    return ours, theirs
+    ours = GradientView(gradients, "relative_variance", "bias_over_norm")
+    return [ours], [GradientView(gradients, "variance_max", "bias_max")]
 
 
-@gradient_claim(
-    "10",
-    "REINFORCE has a higher variance than Gumbel-Softmax",
-    metric="scale-free variance",
-    needs="gradients of REINFORCE and GS",
-)
-def _reinforce_varies_most(view: GradientView) -> Iterator[Finding]:
+@decides("10")
+def _reinforce_varies_most(view: GradientView) -> Findings:
     for other in (FIXED_LOW, FIXED_HIGH, *LEARNED):
         for found in view.decades(REINFORCE, other, view.variance):
             yield above(*found, margin=0)
 
 
-@gradient_claim(
-    "11",
-    "A fixed tau of 100 has lower variance and bias than one of 1",
-    metric="scale-free variance and bias",
-    needs="gradients of GS at both",
-)
-def _high_tau_is_better(view: GradientView) -> Iterator[Finding]:
+@decides("11")
+def _high_tau_is_better(view: GradientView) -> Findings:
     for column in (view.variance, view.bias):
         for found in view.decades(FIXED_HIGH, FIXED_LOW, column):
             yield below(*found, 0.0)
 
 
-@gradient_claim(
-    "12a",
-    "Learned temperatures (L, D+L) are in the range of fixed tau=1 (half a decade)",
-    metric="scale-free variance and bias",
-    needs="gradients of GS with learned temperatures",
-)
-def _learned_are_like_low_tau(view: GradientView) -> Iterator[Finding]:
+@decides("12a")
+def _learned_are_like_low_tau(view: GradientView) -> Findings:
     for learned in LEARNED:
         for column in (view.variance, view.bias):
-            for found in view.decades(learned, FIXED_LOW, column):
-                yield between(*found, -_SAME_RANGE, _SAME_RANGE)
+            yield from _alike(view.decades(learned, FIXED_LOW, column))
 
 
-@gradient_claim(
-    "12b",
-    "Their bias is the same for tau0 = 1 and 100 (within half a decade)",
-    metric="scale-free bias",
-    needs="gradients of GS at both tau0",
-)
-def _bias_ignores_tau0(view: GradientView) -> Iterator[Finding]:
+@decides("12b")
+def _bias_ignores_tau0(view: GradientView) -> Findings:
     for low, high in (LEARNED[:2], LEARNED[2:]):
-        for found in view.decades(high, low, view.bias):
-            yield between(*found, -_SAME_RANGE, _SAME_RANGE)
+        yield from _alike(view.decades(high, low, view.bias))
 
 
-@gradient_claim(
-    "12c",
-    "The range of their variance is smaller for tau0 = 1",
-    metric="range of the log of the scale-free variance",
-    needs="gradients of GS at both tau0",
-)
-def _range_is_smaller(view: GradientView) -> Iterator[Finding]:
+def _alike(ratios: NamedEstimates) -> Findings:
+    return (between(*ratio, -_SAME_RANGE, _SAME_RANGE) for ratio in ratios)
+
+
+@decides("12c")
+def _range_is_smaller(view: GradientView) -> Findings:
     for low, high in (LEARNED[:2], LEARNED[2:]):
         for _, found in view.decades(high, low, view.variance, lambda v: max(v) - min(v)):
             yield above(f"decades of {view.variance}, {high} - {low}", found, margin=0)

@@ -1,16 +1,17 @@
 """The paper's claims about LCS and prompts, each as a rule that gives its findings in a view."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dlmi.report.claims.verdicts import NEGLIGIBLE, Finding, above, below, between, claim
-from dlmi.report.claims.views import MetricView, Named, tau_of
+from dlmi.report.claims.verdicts import NEGLIGIBLE, Findings, above, below, between, decides
+from dlmi.report.claims.views import MetricView, tau_of
 from dlmi.report.estimates import (
     Estimate,
+    NamedEstimates,
     by_target,
     differences,
-    estimate,
+    mean_gain,
     mean_over_targets,
     slope,
     unpaired,
@@ -30,15 +31,13 @@ SODA_FLAT_AFTER = 200
 OVERLAP_BOUND = 0.2
 TEMPERATURE_STEPS = 256
 
-Findings = Iterable[Finding]
 
-
-@claim("1a", "DLMI is best in all settings", needs="DLMI and another method")
+@decides("1a")
 def _dlmi_is_best(view: MetricView) -> Findings:
     return (above(*gap) for gap in view.gaps(view.find("DLMI"), view.others))
 
 
-@claim("1b", "DLMI is near-perfect (LCS > 0.9) at N=80 and 2048 steps", needs="DLMI at both")
+@decides("1b")
 def _dlmi_is_near_perfect(view: MetricView) -> Findings:
     axis, at = view.budget
     if view.length >= LONG_PROMPT and axis == "step" and at >= LONG_RUN:
@@ -46,59 +45,50 @@ def _dlmi_is_near_perfect(view: MetricView) -> Findings:
             yield above(*mean, NEAR_PERFECT, margin=0)
 
 
-@claim("2", "REINFORCE is very poor (LCS < 0.2) everywhere", needs="free-running REINFORCE")
+@decides("2")
 def _reinforce_is_poor(view: MetricView) -> Findings:
     return (below(*mean, POOR) for mean in view.means("REINFORCE"))
 
 
-@claim("3a", "GBDA is barely above REINFORCE (by -0.02 to 0.1)", needs="both, free-running")
+@decides("3a")
 def _gbda_barely_beats_reinforce(view: MetricView) -> Findings:
     for gap in view.gaps(view.find_all("GBDA"), view.find("REINFORCE")):
         yield between(*gap, -NEGLIGIBLE, BARELY)
 
 
-@claim("3b", "GBDA is below DLMI-TF", needs="GBDA and DLMI-TF")
+@decides("3b")
 def _gbda_is_below_dlmi(view: MetricView) -> Findings:
     return (above(*gap) for gap in view.gaps(view.find("DLMI-TF"), view.find_all("GBDA")))
 
 
-@claim("3c", "That gap grows with k", needs="GBDA and DLMI-TF at several k")
+@decides("3c")
 def _gbda_gap_grows(view: MetricView) -> Findings:
     for dlmi in view.find("DLMI-TF"):
         for gbda in view.find_all("GBDA"):
             gaps = differences(dlmi.rows, gbda.rows, view.lcs(view.budget))
-            if rise := slope(_against_k(dlmi, gaps)):
+            if rise := _over_k(dlmi, gaps):
                 name = f"rise of {dlmi.label} - {gbda.label} from lowest to highest k"
                 yield above(f"{name} at {view.place}", rise)
 
 
-@claim(
-    "4",
-    "Learned decoupled temperatures matter most (more than teacher forcing)",
-    needs="DLMI, DLMI-TF of the same tau0, and GBDA",
-)
+@decides("4")
 def _temperature_matters_most(view: MetricView) -> Findings:
     for forced, free in _forced_and_free(view):
         by_forcing = differences(forced.rows, free.rows, view.lcs(view.budget))
         for fixed in view.find_all("GBDA"):
             by_temperature = differences(free.rows, fixed.rows, view.lcs(view.budget))
-            if found := _mean_gain(by_forcing, by_temperature):
+            if found := mean_gain(by_forcing, by_temperature):
                 names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
                 yield above(f"{names} at {view.place}", found)
 
 
-@claim(
-    "5",
-    "Teacher forcing saves steps (DLMI above DLMI-TF at the smallest budget)",
-    needs="DLMI and DLMI-TF of the same tau0",
-    at=0,
-)
+@decides("5")
 def _forcing_saves_steps(view: MetricView) -> Findings:
     for forced, free in _forced_and_free(view):
         yield from (above(*gap) for gap in view.gaps([forced], [free]))
 
 
-@claim("6a", "Longer prompts are better for all methods", needs="two prompt lengths")
+@decides("6a")
 def _longer_prompts_are_better(view: MetricView) -> Findings:
     low, high = view.group.prompt_lengths[0], view.group.prompt_lengths[-1]
     for long in view.series if view.length == high > low else []:
@@ -107,7 +97,7 @@ def _longer_prompts_are_better(view: MetricView) -> Findings:
             yield above(f"{long.label}, N={high} - N={low}, {view.budget}", gap)
 
 
-@claim("6b", "At N=80 DLMI leads on hard targets", needs="DLMI and another method at N >= 80")
+@decides("6b")
 def _dlmi_leads_on_hard_targets(view: MetricView) -> Findings:
     difficulties = sorted({row.k for row in view.group.rows if row.k is not None})
     hard = difficulties[len(difficulties) // 2 :]  # the harder half
@@ -120,7 +110,7 @@ def _dlmi_leads_on_hard_targets(view: MetricView) -> Findings:
             yield above(f"k >= {hard[0]}: {name}", gap)
 
 
-@claim("7", "SmolLM3-3B is easier to invert than SmolLM2-135M", needs="DLMI on both", kind="pair")
+@decides("7")
 def _larger_is_easier(views: tuple[MetricView, MetricView]) -> Findings:
     small, large = views
     measure = small.lcs(small.budget)
@@ -131,58 +121,45 @@ def _larger_is_easier(views: tuple[MetricView, MetricView]) -> Findings:
                 yield above(f"{one.label} at {small.place}", gap)
 
 
-@claim("8a", "DLMI is robust in k (falls by less than 0.1)", needs="DLMI at several k")
+@decides("8a")
 def _dlmi_is_robust(view: MetricView) -> Findings:
     return (above(*fall, -BARELY, margin=0) for fall in _falls(view, "DLMI"))
 
 
-@claim("8b", "SODA degrades in k", needs="SODA at several k")
+@decides("8b")
 def _soda_degrades(view: MetricView) -> Findings:
     return (below(*fall, 0.0, margin=NEGLIGIBLE) for fall in _falls(view, "SODA"))
 
 
-@claim("8c", "SODA is flat after about 200 steps", needs="SODA with at least 400 steps", at=-1)
+@decides("8c")
 def _soda_is_flat(view: MetricView) -> Findings:
     for soda in view.find("SODA"):
         is_long = max(row.steps for row in soda.rows) >= 2 * SODA_FLAT_AFTER
         before = Budget("step", SODA_FLAT_AFTER)
         early, late = (by_target(soda.rows, view.lcs(b)) for b in (before, view.budget))
-        if is_long and (found := _mean_gain(early, late)):
+        if is_long and (found := mean_gain(early, late)):
             name = f"{soda.label}, N={view.length}, gain after {SODA_FLAT_AFTER} steps"
             yield below(name, found, NEGLIGIBLE)
 
 
-@claim(
-    "9",
-    "Anytime: DLMI does not get worse from the smallest to the largest budget",
-    metric="honest LCS of the moment, not the best so far",
-    needs="DLMI or DLMI-TF at two budgets",
-    at=-1,
-)
+@decides("9")
 def _more_steps_do_no_harm(view: MetricView) -> Findings:
     first, last = view.group.budgets[0], view.budget
     for series in view.find_all("DLMI", "DLMI-TF") if first != last else []:
         early, late = (by_target(series.rows, view.current_lcs(b)) for b in (first, last))
-        if found := _mean_gain(early, late):
+        if found := mean_gain(early, late):
             name = f"{series.label}, N={view.length}, {last.at:.12g} - {first}"
             yield above(name, found, -NEGLIGIBLE, margin=0)
 
 
-@claim("13", "DLMI(100)-TF is above DLMI(1)-TF at N=80", needs="both at N >= 80")
+@decides("13")
 def _higher_tau_is_better(view: MetricView) -> Findings:
     for gap in view.gaps(view.find("DLMI-TF", tau=100), view.find("DLMI-TF", tau=1)):
         if view.length >= LONG_PROMPT:
             yield above(*gap)
 
 
-@claim(
-    "14",
-    "The mean temperature falls within 256 steps (a figure without a stated trend)",
-    metric="log10 of tau at the end over the start",
-    needs="DLMI or DLMI-TF with two evaluations",
-    at=-1,
-    has_two_metrics=False,
-)
+@decides("14")
 def _temperature_falls(view: MetricView) -> Findings:
     def log_ratio(row: Inversion) -> float | None:
         known = [p for p in row.trace if p.step <= TEMPERATURE_STEPS]
@@ -194,28 +171,14 @@ def _temperature_falls(view: MetricView) -> Findings:
             yield below(f"log10 of tau's change, {series.label}, N={view.length}", found, 0.0)
 
 
-@claim(
-    "15",
-    "Prompts overlap with their targets by less than 20%, for all methods",
-    metric="overlap ratio",
-    needs="any method",
-    at=-1,
-    has_two_metrics=False,
-)
+@decides("15")
 def _overlap_is_small(view: MetricView) -> Findings:
     for series in view.series:
         if found := mean_over_targets(series.rows, lambda row: row.overlap_ratio):
             yield below(f"{series.label}, N={view.length}", found, OVERLAP_BOUND)
 
 
-@claim(
-    "16",
-    "Prompt perplexity is above the size of the vocabulary",
-    metric="ln of perplexity; V from the largest token id seen",
-    needs="prompts of two or more tokens",
-    at=-1,
-    has_two_metrics=False,
-)
+@decides("16")
 def _perplexity_is_huge(view: MetricView) -> Findings:
     rows = view.group.rows
     largest = max(i for row in rows for i in (*row.prompt_ids, *row.target_ids, *row.output_ids))
@@ -226,17 +189,6 @@ def _perplexity_is_huge(view: MetricView) -> Findings:
             yield above(name, found, bound, margin=0)
 
 
-@claim(
-    "17",
-    "Learned prompts raise GSM8k accuracy by 9-35%",
-    metric="accuracy",
-    needs="another experiment than inversion",
-    kind="nothing",
-)
-def _prompts_raise_accuracy(_view: None) -> Findings:
-    return ()
-
-
 def _forced_and_free(view: MetricView) -> Iterator[tuple[Series, Series]]:
     """DLMI and DLMI-TF of the same tau0."""
     for free in view.find("DLMI-TF"):
@@ -244,17 +196,13 @@ def _forced_and_free(view: MetricView) -> Iterator[tuple[Series, Series]]:
             yield forced, free
 
 
-def _mean_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate | None:
-    return estimate(after[target] - before[target] for target in before if target in after)
-
-
-def _against_k(series: Series, values: Mapping[str, float]) -> Sequence[tuple[float, float]]:
+def _over_k(series: Series, values: Mapping[str, float]) -> Estimate | None:
+    """Change from the lowest to the highest k, along the least-squares line."""
     difficulties = {row.target_id: row.k for row in series.rows}
-    return [(float(k), values[t]) for t, k in difficulties.items() if k is not None and t in values]
+    return slope([(k, values[t]) for t, k in difficulties.items() if k is not None and t in values])
 
 
-def _falls(view: MetricView, role: Role) -> Named:
-    """Change of LCS from the lowest to the highest k, along the least-squares line."""
+def _falls(view: MetricView, role: Role) -> NamedEstimates:
     for series in view.find(role):
-        if fall := slope(_against_k(series, by_target(series.rows, view.lcs(view.budget)))):
+        if fall := _over_k(series, by_target(series.rows, view.lcs(view.budget))):
             yield f"{series.label} from lowest to highest k at {view.place}", fall

@@ -5,26 +5,36 @@ beside it. Groups are decided apart, and so are runs whose prompts are restricte
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from dlmi.report.blocks import Cell, ReportTable
+import msgspec
+
+from dlmi.report.blocks import ASSETS, Cell, ReportTable
 from dlmi.report.claims import gradient_rules, rules  # noqa: F401, importing enters them
-from dlmi.report.claims.verdicts import (
-    CLAIMS,
-    CONFIDENCE,
-    MIN_TARGETS,
-    NEGLIGIBLE,
-    Kind,
-    Rule,
-    Verdict,
-    claim,
-    decide,
-)
+from dlmi.report.claims.verdicts import CONFIDENCE, MIN_TARGETS, NEGLIGIBLE, RULES, Verdict, decide
 from dlmi.report.claims.views import MetricView, role_of
 from dlmi.report.estimates import as_in_code_lcs, current_lcs, honest_lcs
 from dlmi.report.loading import Group, ReportData, Series
-from dlmi.report.names import natural_order, restrictions, settings_text
+from dlmi.report.names import restrictions, settings_text
+
+Kind = Literal["group", "pair", "gradients", "nothing"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper, as `assets/claims.toml` explains it."""
+
+    text: str
+    needs: str
+    metric: str = "honest LCS"
+    kind: Kind = "group"
+    at: int | None = None
+    has_two_metrics: bool = True
+
+
+CLAIMS = msgspec.toml.decode((ASSETS / "claims.toml").read_bytes(), type=dict[str, Claim])
 
 # What a claim is decided on: its name, views through our metric, and those through the authors'.
 Case = tuple[str, Sequence[Any], Sequence[Any]]
@@ -33,10 +43,16 @@ Case = tuple[str, Sequence[Any], Sequence[Any]]
 def claims_table(data: ReportData) -> ReportTable:
     """All claims with their verdicts, by number."""
     cases = claim_cases(data)
-    ordered = sorted(CLAIMS, key=lambda entry: natural_order(entry[0].number))
-    lines = [line for said, rule in ordered for line in _lines(said, rule, cases[said.kind], data)]
     return ReportTable.of(
-        "claims", lines, confidence=CONFIDENCE, negligible=NEGLIGIBLE, targets=MIN_TARGETS
+        "claims",
+        [
+            line
+            for number, said in CLAIMS.items()
+            for line in _lines(number, cases[said.kind], data)
+        ],
+        confidence=CONFIDENCE,
+        negligible=NEGLIGIBLE,
+        targets=MIN_TARGETS,
     )
 
 
@@ -78,26 +94,26 @@ def _same_settings(
     return [pair for pair in itertools.product(ones, others) if pair[0].place == pair[1].place]
 
 
-def decide_on(said: claim, rule: Rule, views: Sequence[Any]) -> tuple[Verdict, str]:
-    """What a rule finds in all views that the claim is about."""
-    if said.at is not None:
-        views = [view for view in views if view.budget == view.group.budgets[said.at]]
-    return decide([finding for view in views for finding in rule(view)])
+def decide_on(number: str, views: Sequence[Any]) -> tuple[Verdict, str]:
+    """What a claim's rule finds in all views that the claim is about."""
+    if (at := CLAIMS[number].at) is not None:
+        views = [view for view in views if view.budget == view.group.budgets[at]]
+    return decide([finding for view in views for finding in RULES[number](view)])
 
 
-def _lines(
-    said: claim, rule: Rule, cases: Sequence[Case], data: ReportData
-) -> list[dict[str, Cell]]:
+def _lines(number: str, cases: Sequence[Case], data: ReportData) -> Iterator[dict[str, Cell]]:
     """A line for each case that has something to say, or one that says what is missing."""
+    said = CLAIMS[number]
+    missing = (None, "not tested", _missing(said, data), None, None)
     outcomes: list[tuple[str | None, ...]] = []
-    for on, ours, theirs in cases:
-        verdict, evidence = decide_on(said, rule, ours)
-        other = decide_on(said, rule, theirs) if said.has_two_metrics else (None, None)
-        if verdict != "not tested":
-            outcomes.append((on, verdict, evidence, *other))
-    return [
-        {
-            "claim": said.number,
+    for case, ours, theirs in cases:
+        verdict_and_evidence = decide_on(number, ours)
+        others = decide_on(number, theirs) if said.has_two_metrics else (None, None)
+        if verdict_and_evidence[0] != "not tested":
+            outcomes.append((case, *verdict_and_evidence, *others))
+    for on, verdict, evidence, other_verdict, other_evidence in outcomes or [missing]:
+        yield {
+            "claim": number,
             "the paper says": said.text,
             "on": on,
             "verdict": verdict,
@@ -106,12 +122,9 @@ def _lines(
             "as in the authors' code": other_verdict,
             "what decides that": other_evidence,
         }
-        for on, verdict, evidence, other_verdict, other_evidence in outcomes
-        or [(None, "not tested", _missing(said, data), None, None)]
-    ]
 
 
-def _missing(said: claim, data: ReportData) -> str:
+def _missing(said: Claim, data: ReportData) -> str:
     """What a claim needs, and which runs are not what they seem to be."""
     everyone = [series for group in data.groups for series in group.series]
     seeming = {s.label for s in everyone if s.rows[0].method in said.needs and role_of(s) is None}

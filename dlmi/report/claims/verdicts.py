@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dlmi.report.estimates import Estimate
 
 Verdict = Literal["holds", "fails", "not decided", "not tested"]
-# What a rule looks at: a group at one N and budget, two LMs, gradient rows, or nothing yet.
-Kind = Literal["group", "pair", "gradients", "nothing"]
 
 CONFIDENCE = 0.95
 MIN_TARGETS = 3
@@ -52,6 +50,11 @@ class Finding:
         return f"{self.what}: {self.estimate.mean:.3f}{interval}, {self.estimate.targets} targets"
 
 
+Findings = Iterable[Finding]
+Rule = Callable[[Any], Findings]  # what a view holds that a claim says something about
+RULES: dict[str, Rule] = {}
+
+
 def above(what: str, estimate: Estimate, bound: float = 0.0, margin: float = NEGLIGIBLE) -> Finding:
     """A claim that something lies above a bound; refuted where it clearly does not by a margin."""
     return Finding(what, estimate, (bound, math.inf), (bound + margin, math.inf))
@@ -87,34 +90,11 @@ def decide(findings: Sequence[Finding]) -> tuple[Verdict, str]:
     return verdict, "; ".join([", ".join(counts), *map(str, worst)] if counts else map(str, worst))
 
 
-Rule = Callable[[Any], Iterable[Finding]]
-CLAIMS: "list[tuple[claim, Rule]]" = []
+def decides(number: str) -> Callable[[Rule], Rule]:
+    """Enter a rule into `RULES`, by the number of its claim."""
 
-
-@dataclass(frozen=True)
-class claim:
-    """A claim of the paper; put before the rule that decides it, it enters both into `CLAIMS`.
-
-    Attributes:
-        number: In the paper's order; letters where its sentence says several things.
-        text: What it says, in short.
-        needs: What runs must hold for it to be tested.
-        metric: What it is decided on.
-        kind: What the rule looks at.
-        at: Which of the budgets, 0 for the smallest and -1 for the largest; None for each of them.
-        has_two_metrics: Whether the authors' own metric could say something else.
-    """
-
-    number: str
-    text: str
-    _: KW_ONLY
-    needs: str
-    metric: str = "honest LCS"
-    kind: Kind = "group"
-    at: int | None = None
-    has_two_metrics: bool = True
-
-    def __call__(self, rule: Rule) -> Rule:
-        """Enter it."""
-        CLAIMS.append((self, rule))
+    def enter(rule: Rule) -> Rule:
+        RULES[number] = rule
         return rule
+
+    return enter

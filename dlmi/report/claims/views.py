@@ -3,38 +3,27 @@
 Which of the paper's methods a series is follows from its settings, never from its label.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dlmi.report.estimates import Estimate, Measure, differences, estimate, mean_over_targets
+from dlmi.report.estimates import Measure, NamedEstimates, differences, estimate, mean_over_targets
 from dlmi.report.loading import Group, Series
 from dlmi.report.names import Role, paper_role
 from dlmi.report.result_files import Budget
 
-Metric = Callable[[Budget | None], Measure]
-# Numbers with their names.
-Named = Iterator[tuple[str, Estimate]]
+Metric = Callable[[Budget], Measure]
 
 
 @dataclass(frozen=True)
 class MetricView:
-    """One N at one budget of a group, through one metric.
-
-    Attributes:
-        group: Where the rows are from.
-        everyone: The series of any N that may be compared: their prompts are restricted alike.
-        length: N.
-        budget: The budget.
-        lcs: The metric, by budget.
-        current_lcs: The same of the prompt of the moment, not of the best so far.
-    """
+    """One N at one budget of a group, through one metric."""
 
     group: Group
-    everyone: Sequence[Series]
+    everyone: Sequence[Series]  # of any N; their prompts are restricted alike
     length: int
     budget: Budget
     lcs: Metric
-    current_lcs: Metric
+    current_lcs: Metric  # the same of the prompt of the moment, not of the best so far
 
     @property
     def place(self) -> str:
@@ -60,13 +49,13 @@ class MetricView:
         found = [s for s in self.find_all(role) if tau is None or tau_of(s) == tau]
         return sorted(found, key=lambda s: (tau_of(s) != 100, -len(s.rows)))[:1]
 
-    def means(self, role: Role) -> Named:
+    def means(self, role: Role) -> NamedEstimates:
         """The mean of a method of the paper."""
         for series in self.find(role):
             if found := mean_over_targets(series.rows, self.lcs(self.budget)):
                 yield f"{series.label} at {self.place}", found
 
-    def gaps(self, firsts: Sequence[Series], seconds: Sequence[Series]) -> Named:
+    def gaps(self, firsts: Sequence[Series], seconds: Sequence[Series]) -> NamedEstimates:
         """Each first minus each second, paired by target and seed."""
         for one in firsts:
             for other in seconds:
