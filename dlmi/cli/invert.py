@@ -54,29 +54,25 @@ def _read_text(text: str | None, file: Path | None) -> str:
     """TEXT, or a file, or stdin; the newline that ends a file is not part of the text."""
     if text is not None and file is not None:
         raise InputError("Expected TEXT or `--file`, but got both.")
-    if text is not None and text != "-":
-        source, raw = "TEXT", text.encode("utf-8", "surrogateescape")
-    elif file is not None:
-        source = "`--file`"
-        try:
-            raw = file.read_bytes()
-        except OSError as error:
-            raise InputError(
-                f"Expected `--file` to be a readable file, but got {file} ({error.strerror})."
-            ) from error
-    elif text is None and (sys.stdin is None or sys.stdin.isatty()):
+    if file is None and text is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError(
             'Expected TEXT, such as python -m dlmi invert " Paris.", or `--file`, or a text on '
             "stdin, but got none."
         )
-    else:
-        source, raw = "stdin", sys.stdin.buffer.read()
+    is_given = text not in (None, "-")
+    source = "TEXT" if is_given else "stdin" if file is None else "`--file`"
     try:
-        decoded = raw.decode("utf-8")
+        if text is not None and is_given:
+            found = text.encode("utf-8", "surrogateescape").decode()
+        else:
+            raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+            found = raw.decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise InputError(
+            f"Expected `--file` to be a readable file, but got {file} ({error.strerror})."
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"Expected {source} to be UTF-8, but it is not ({error}).") from error
-    if source != "TEXT":
-        decoded = decoded.removesuffix("\n").removesuffix("\r")
-    if not decoded.strip():
+    if not found.strip():
         raise InputError(f"Expected {source} to hold a text, but it is empty.")
-    return decoded
+    return found

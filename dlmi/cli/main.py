@@ -8,9 +8,8 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
@@ -38,6 +37,10 @@ options:
              `python -m dlmi fit --model.method.help DLMI` those of a method
   --version  the version
 """
+COMMANDS = (
+    *("invert", "fit", "targets", "verify", "compare", "score", "report", "bench", "gradients"),
+    "completion",
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -54,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(f"Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
     _quieten()
     try:
-        sys.exit(COMMANDS[command](arguments[1:]))
+        sys.exit(_run(command, arguments[1:]))
     except UnicodeDecodeError as error:
         fail(f"Expected files of UTF-8 text, but one is not ({error}).")
     except ValueError as error:
@@ -90,22 +93,16 @@ def _own_names(command: str, message: str) -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     """Import a command, and only now what it needs: most need torch, which takes seconds."""
-    module = importlib.import_module(f"dlmi.cli.{name}")
+    module: Any = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
         from dlmi.lm.memory import keep_freed_memory
         from dlmi.run.full_disk import watch_threads
 
         keep_freed_memory()
         watch_threads()
-    command: Callable[[list[str]], int] | None = getattr(module, f"{name}_command", None)
-    return (command or module.make_parser().run)(arguments)
-
-
-_NAMES = (
-    *("invert", "fit", "targets", "verify", "compare", "score", "report", "bench", "gradients"),
-    "completion",
-)
-COMMANDS: dict[str, Callable[[list[str]], int]] = {name: partial(_run, name) for name in _NAMES}
+    command = getattr(module, f"{name}_command", None) or module.make_parser().run
+    code: int = command(arguments)
+    return code
 
 
 def _quieten() -> None:

@@ -104,27 +104,26 @@ class Watch(InversionCallback):
         return dataclasses.replace(row, seconds=self.seconds, stop_reason=reason)
 
     def _show(self, slots: Sequence[Slot]) -> None:
-        if self._on_progress is not None:
-            for slot in {slot.target.group: slot for slot in slots}.values():
-                self._on_progress(self._progress(slot))
-
-    def _progress(self, slot: Slot) -> Progress:
-        best, lm = self._best[slot.target.group], slot.tokens.lm
-        return Progress(
-            text=slot.target.text,
-            target_ids=slot.target.ids,
-            prompt_length=slot.length,
-            step=slot.step,
-            prompt_text=lm.decode(best.prompt_ids),
-            prompt_ids=best.prompt_ids,
-            output_text=lm.decode(best.output_ids),
-            output_ids=best.output_ids,
-            output_tokens=tuple(lm.decode([token_id]) for token_id in best.output_ids),
-            lcs=best.lcs,
-            exact=best.output_ids == slot.target.ids,
-            seconds=self.seconds,
-            seconds_left=self.seconds_left,
-        )
+        if self._on_progress is None:
+            return
+        for slot in {slot.target.group: slot for slot in slots}.values():
+            best, lm = self._best[slot.target.group], slot.tokens.lm
+            progress = Progress(
+                text=slot.target.text,
+                target_ids=slot.target.ids,
+                prompt_length=slot.length,
+                step=slot.step,
+                prompt_text=lm.decode(best.prompt_ids),
+                prompt_ids=best.prompt_ids,
+                output_text=lm.decode(best.output_ids),
+                output_ids=best.output_ids,
+                output_tokens=tuple(lm.decode([token_id]) for token_id in best.output_ids),
+                lcs=best.lcs,
+                exact=best.output_ids == slot.target.ids,
+                seconds=self.seconds,
+                seconds_left=self.seconds_left,
+            )
+            self._on_progress(progress)
 
     @contextmanager
     def stop_on_ctrl_c(self) -> Iterator[None]:

@@ -22,12 +22,11 @@ from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
 from dlmi.targets.files import texts_to_targets
-from dlmi.targets.target import Target
 from dlmi.targets.template import find_template
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 from dlmi.tokens.vocabulary import ForbiddenTokens
 
-AUTO_LENGTHS = (4, 8, 16, 32)
+AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
 _NO_STEP_LIMIT = 10**9
 
@@ -118,7 +117,10 @@ def invert(  # type: ignore[misc]  # the options stand here alone
 
     lm = _as_frozen_lm(lm, dtype)
     targets = texts_to_targets(lm, texts, around)
-    lengths = _fitting_lengths(lm, targets) if prompt_length == "auto" else [prompt_length]
+    lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
+    if lm.max_positions is not None:  # those that fit; the shortest in any case
+        room = lm.max_positions - max(target.longest_row(0) for target in targets)
+        lengths = tuple(n for n in lengths if n < room) or lengths[:1]
     watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
     with watch.stop_on_ctrl_c():
         for index, length in enumerate(lengths):
@@ -163,10 +165,3 @@ def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
         "Expected `lm` to be a FrozenLM, a name, or a pair (model, tokenizer), but got "
         f"{type(lm).__name__}."
     )
-
-
-def _fitting_lengths(lm: FrozenLM, targets: Sequence[Target]) -> Sequence[int]:
-    """Those that fit into the LM's positions; the shortest in any case."""
-    rest, limit = max(target.longest_row(0) for target in targets), lm.max_positions
-    fitting = [n for n in AUTO_LENGTHS if limit is None or n + rest < limit]
-    return fitting or AUTO_LENGTHS[:1]

@@ -551,10 +551,10 @@ def test_verify_of_hostile_rows(tiny_flags, tmp_path, capfd):
 
 
 def test_what_the_system_refuses_is_one_clear_line(monkeypatch, capfd):
-    def refused(arguments):
+    def refused(name, arguments):
         raise PermissionError(13, "Permission denied", "/x")
 
-    monkeypatch.setitem(COMMANDS, "report", refused)
+    monkeypatch.setattr("dlmi.cli.main._run", refused)
     assert run("report") == 1
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("dlmi: stopped: the system refused ([Errno 13] Permission denied")
