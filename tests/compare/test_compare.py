@@ -310,7 +310,7 @@ def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(gr
         ),
         (
             {"methods": {"X": {"config": "soda.yaml", "model": {"tau": 1.0}}}},
-            "`model.tau`. Did you mean `model.method.tau`?",
+            "`model.tau`. Did you mean `model.method.tau` of GBDA?",
         ),
         (
             {"methods": {"X": {"config": "soda.yaml", "method": {"lr": -1.0}}}},
@@ -329,7 +329,7 @@ def test_ctrl_c_stops_the_cell_with_a_checkpoint_and_the_same_command_goes_on(gr
             "both make A_1-N4",
         ),
         ({"data": {"bogus": 1}}, "but got `data.bogus`"),
-        ({"data": {"k": [1]}}, "`data.k`. Did you mean `data.targets.k`?"),
+        ({"data": {"k": [1]}}, "`data.k`. Did you mean `data.targets.k` of ByRank?"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
