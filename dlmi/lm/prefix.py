@@ -47,14 +47,10 @@ def make_cache(layers: Layers, length: int, rows: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Fixed tokens before what is learned.
+    """Fixed tokens before what is learned."""
 
-    Attributes:
-        ids: The tokens, (L,).
-        layers: Their keys and values; None where the LM has no cache that can be shared.
-    """
-
-    ids: Tensor
+    ids: Tensor  # the tokens, (L,)
+    # Their keys and values; None where the LM has no cache that can be shared
     layers: Layers | None
 
     @classmethod

@@ -10,24 +10,16 @@ from dlmi.targets.context import Example
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of each target.
+    """The budget of each target."""
 
-    Attributes:
-        steps: Steps.
-        token_passes: Tokens sent forward or backward through the LM, or None for no limit.
-        prompt_length: Tokens of a prompt, N.
-        last_prompts: Prompts that are decoded at the end, besides the final one.
-        can_share: Whether the LM's keys and values can be shared and cut.
-        eval_every: Steps between two decodes; None: at doublings of the cost, and as below.
-        decode_at: Budgets at which to decode: token-passes, or steps where those have no limit.
-    """
-
-    steps: int
-    token_passes: int | None
-    prompt_length: int
-    last_prompts: int = 0
-    can_share: bool = True
+    steps: int  # steps
+    token_passes: int | None  # tokens sent forward or backward through the LM, or None for no limit
+    prompt_length: int  # tokens of a prompt, N
+    last_prompts: int = 0  # prompts that are decoded at the end, besides the final one
+    can_share: bool = True  # whether the LM's keys and values can be shared and cut
+    # Steps between two decodes; None: at doublings of the cost, and as below
     eval_every: int | None = None
+    # Budgets at which to decode: token-passes, or steps where those have no limit
     decode_at: tuple[int, ...] = ()
 
     def share_used(self, slot: Slot) -> float:

@@ -26,23 +26,17 @@ from dlmi.tokens.vocabulary import Vocabulary
 
 @dataclass
 class SlotPool:
-    """All that happens to slots between two hooks of Lightning.
-
-    Attributes:
-        can_narrow: Whether a search may read the end of a prompt alone.
-        params_of: The parameters of a slot, by its index.
-        optimizers: Those of the trainer.
-        slots: The targets in flight; None where there is none.
-    """
+    """All that happens to slots between two hooks of Lightning."""
 
     method: Method[Any]
     engine: Engine
     vocabulary: Vocabulary
     budget: Budget
     seed: int
-    can_narrow: bool
-    params_of: Callable[[int], dict[str, nn.Parameter]]
-    optimizers: Callable[[], Sequence[Optimizer]]
+    can_narrow: bool  # whether a search may read the end of a prompt alone
+    params_of: Callable[[int], dict[str, nn.Parameter]]  # the parameters of a slot, by its index
+    optimizers: Callable[[], Sequence[Optimizer]]  # those of the trainer
+    # The targets in flight; None where there is none
     slots: list[Slot | None] = field(default_factory=list)
     _clock: float = 0.0
 

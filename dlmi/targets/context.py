@@ -12,17 +12,11 @@ from dlmi.errors import InputError
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What the LM writes itself after a prompt, before what it is to say.
+    """What the LM writes itself after a prompt, before what it is to say."""
 
-    Attributes:
-        max_tokens: Tokens of it at most; it also ends with the end-of-sequence token.
-        trigger: The text that is put behind it.
-        trigger_ids: The same as token ids.
-    """
-
-    max_tokens: int
-    trigger: str
-    trigger_ids: tuple[int, ...]
+    max_tokens: int  # tokens of it at most; it also ends with the end-of-sequence token
+    trigger: str  # the text that is put behind it
+    trigger_ids: tuple[int, ...]  # the same as token ids
 
     def __post_init__(self) -> None:
         """Refuse what cannot be written: files may hold anything."""
@@ -35,27 +29,22 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class Context:
-    """Fixed tokens around one or more blanks.
+    """Fixed tokens around one or more blanks."""
 
-    Attributes:
-        pieces: Fixed ids before the first blank, between blanks and after the last: one more than
-            there are blanks.
-        blank_lengths: Tokens of each blank; 0 is an equal share of what the others leave.
-        start_ids: Read before everything, but no part of the text: BoS, or nothing.
-        read_once: How many of the first ids of `pieces[0]` all contexts of a run, or of a search's
-            window, have in common: their keys and values are computed once and kept. `start_ids`
-            are kept in any case and do not count here.
-        template: The text that it was made from, if any.
-        chat: Whether that was a chat message.
-        reasoning: What the LM has still to write after all this; None once it is written.
-    """
-
+    # Fixed ids before the first blank, between blanks and after the last: one more than there are
+    # blanks
     pieces: tuple[tuple[int, ...], ...] = ((), ())
+    # Tokens of each blank; 0 is an equal share of what the others leave
     blank_lengths: tuple[int, ...] = (0,)
+    # Read before everything, but no part of the text: BoS, or nothing
     start_ids: tuple[int, ...] = ()
+    # How many of the first ids of `pieces[0]` all contexts of a run, or of a search's window, have
+    # in common: their keys and values are computed once and kept. `start_ids` are kept in any case
+    # and do not count here.
     read_once: int = 0
-    template: str | None = None
-    chat: bool = False
+    template: str | None = None  # the text that it was made from, if any
+    chat: bool = False  # whether that was a chat message
+    # What the LM has still to write after all this; None once it is written
     reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
@@ -199,19 +188,12 @@ def common_beginning(sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Example:
-    """A context, and what the LM is to say in it.
+    """A context, and what the LM is to say in it."""
 
-    Attributes:
-        id: Its name.
-        ids: The M token ids to be produced.
-        text: Their text.
-        context: Fixed tokens around the prompt.
-    """
-
-    id: str
-    ids: tuple[int, ...]
-    text: str
-    context: Context = NO_CONTEXT
+    id: str  # its name
+    ids: tuple[int, ...]  # the M token ids to be produced
+    text: str  # their text
+    context: Context = NO_CONTEXT  # fixed tokens around the prompt
 
     def after(self, reasoning_ids: Sequence[int]) -> "Example":
         """The same with the LM's reasoning in its context, where it asks for some."""

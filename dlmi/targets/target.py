@@ -20,30 +20,22 @@ SHARED_ID = "shared"
 
 @dataclass(frozen=True)
 class Target:
-    """One example, or many that share one prompt.
+    """One example, or many that share one prompt."""
 
-    Attributes:
-        id: Unique within a run; also seeds the noise of its inversion.
-        examples: What steps learn from; at least one.
-        k: Difficulty: the mean rank it was generated with, or None.
-        ranks: The rank drawn for each token by Algorithm 2; tokens padded after EoS have none.
-        probabilities: What the LM gives each of those tokens after BoS and the ones before it.
-        perplexity: Of those tokens after BoS.
-        per_step: Of a shared prompt, how many of the examples each step reads; else None.
-        evaluated: How many of them, the first ones, an evaluation reads; None for all.
-        held_out: Examples that only the final prompt is tried on.
-        group: Targets of one group are tries at one task: when one is solved, the others leave.
-    """
-
-    id: str
-    examples: tuple[Example, ...]
-    k: int | None = None
+    id: str  # unique within a run; also seeds the noise of its inversion
+    examples: tuple[Example, ...]  # what steps learn from; at least one
+    k: int | None = None  # difficulty: the mean rank it was generated with, or None
+    # The rank drawn for each token by Algorithm 2; tokens padded after EoS have none
     ranks: tuple[int, ...] | None = None
+    # What the LM gives each of those tokens after BoS and the ones before it
     probabilities: tuple[float, ...] | None = None
-    perplexity: float | None = None
+    perplexity: float | None = None  # of those tokens after BoS
+    # Of a shared prompt, how many of the examples each step reads; else None
     per_step: int | None = None
+    # How many of them, the first ones, an evaluation reads; None for all
     evaluated: int | None = None
-    held_out: tuple[Example, ...] = ()
+    held_out: tuple[Example, ...] = ()  # examples that only the final prompt is tried on
+    # Targets of one group are tries at one task: when one is solved, the others leave
     group: str | None = None
 
     def __post_init__(self) -> None:

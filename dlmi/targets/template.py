@@ -26,19 +26,12 @@ _NEIGHBOURS = (" x", "x", ".")
 
 @dataclass(frozen=True)
 class FilledTemplate:
-    """A template with its fields filled in.
+    """A template with its fields filled in."""
 
-    Attributes:
-        context: Its tokens.
-        tail: The text after the last blank, or the trigger that comes after everything.
-        neighbour: What may stand before that and leaves its tokens alone.
-        setting: What the tail was made from, as errors call it.
-    """
-
-    context: Context
-    tail: str
-    neighbour: str
-    setting: str
+    context: Context  # its tokens
+    tail: str  # the text after the last blank, or the trigger that comes after everything
+    neighbour: str  # what may stand before that and leaves its tokens alone
+    setting: str  # what the tail was made from, as errors call it
 
     def with_reasoning(self, lm: FrozenLM, max_tokens: int, trigger: str) -> "FilledTemplate":
         """The same where the LM first writes reasoning, and the trigger is appended to that."""
