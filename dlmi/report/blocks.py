@@ -3,17 +3,19 @@
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dlmi.text import visible
 
+_T = TypeVar("_T")
+
 Cell = str | int | float | None
 
 ASSETS = files("dlmi.report") / "assets"
+_TEXTS = tomllib.loads((ASSETS / "texts.toml").read_text(encoding="utf-8"))
 
 
 class ModelText(str):
@@ -82,14 +84,14 @@ def block_texts(name: str, part: int = 1, **values: Any) -> tuple[str, str, str]
         part: Of several; from the second on it is named.
         values: What is filled into the caption.
     """
-    texts = _all_texts()[name]
+    texts = _TEXTS[name]
     suffix, of = (f"_{part}", f", part {part}") if part > 1 else ("", "")
     return name + suffix, texts["title"] + of, texts["caption"].format(**values)
 
 
-@cache
-def _all_texts() -> dict[str, dict[str, str]]:
-    return tomllib.loads((ASSETS / "texts.toml").read_text(encoding="utf-8"))
+def in_parts(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
+    """So many at a time, the rest in the last part."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:

@@ -13,12 +13,13 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlmi.report.blocks import Figure, block_texts
+from dlmi.report.blocks import Figure, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
 from dlmi.report.loading import ReportData, Series, points_within
 from dlmi.report.names import form_name, k_name
 from dlmi.report.result_files import AXIS_UNITS, Axis, Budget
 from dlmi.report.styles import Panel, Style, house_style, panel_grid, styles_of
+from dlmi.report.tables import matrix_lcs
 from dlmi.rows import FLOORS, Inversion
 
 _ROWS_PER_FIGURE = 4
@@ -50,14 +51,8 @@ class Curve:
 def draw_bars(data: ReportData) -> list[Figure]:
     """Honest LCS by difficulty: rows of panels for each LM and N, one panel per budget."""
     styles = styles_of(data.labels)
-    places = [
-        (title, group, group.of_length(length))
-        for title, group in data.titled()
-        for length in group.prompt_lengths
-    ]
     pages = []
-    for start in range(0, len(places), _ROWS_PER_FIGURE):
-        page = places[start : start + _ROWS_PER_FIGURE]
+    for page in in_parts(list(data.places()), _ROWS_PER_FIGURE):
         columns = min(_MOST_COLUMNS, max(len(group.budgets) for _, group, _ in page))
         panels: list[Panel | None] = []
         widest = 0.0
@@ -97,17 +92,13 @@ def _bar_panel(
                 axes.bar(middle, found.mean, width, **bar)
         for floor in FLOORS:
             values = (row for row in rows if row.k == k)
-            if found := mean_over_targets(values, partial(_floor_lcs, floor)):
+            if found := mean_over_targets(values, partial(matrix_lcs, floor, "free_greedy")):
                 reach = [cluster - 0.46, cluster + 0.46]
                 axes.plot(reach, [found.mean] * 2, **_floor(floor))
     axes.set_xticks(range(len(difficulties)), [k_name(k) for k in difficulties])
     axes.set_xlim(-0.55, len(difficulties) - 0.45)
     axes.tick_params(axis="x", length=0)
     _share_scale(axes)
-
-
-def _floor_lcs(floor: str, row: Inversion) -> float | None:
-    return row.lcs_matrix.get(floor, {}).get("free_greedy")
 
 
 def _floor(floor: str) -> dict[str, Any]:
@@ -181,23 +172,18 @@ def _draw_curves(
 ) -> list[Canvas]:
     styles = styles_of(data.labels)
     found: list[tuple[set[str], Panel]] = []
-    for title, group in data.titled():
-        for length in group.prompt_lengths:
-            curves = {
-                series.label: curve
-                for series in group.of_length(length)
-                if (
-                    curve := mean_curve(
-                        [(row.target_id, path(row, axis, group.budgets[-1])) for row in series.rows]
-                    )
-                )
-            }
-            name = f"N={length}" if len(data.groups) == 1 else f"{title}, N={length}"
-            draw = partial(_curve_panel, curves, styles, axis, path is best_so_far)
-            found += [(set(curves), Panel(name, draw))] if curves else []
+    for title, group, members in data.places():
+        curves = {}
+        for series in members:
+            paths = [(row.target_id, path(row, axis, group.budgets[-1])) for row in series.rows]
+            if curve := mean_curve(paths):
+                curves[series.label] = curve
+        name = f"N={members[0].prompt_length}"
+        draw = partial(_curve_panel, curves, styles, axis, path is best_so_far)
+        panel = Panel(name if len(data.groups) == 1 else f"{title}, {name}", draw)
+        found += [(set(curves), panel)] if curves else []
     pages = []
-    for start in range(0, len(found), _PANELS_PER_FIGURE):
-        page = found[start : start + _PANELS_PER_FIGURE]
+    for page in in_parts(found, _PANELS_PER_FIGURE):
         panels = [panel for _, panel in page]
         shown = set().union(*(names for names, _ in page))
         legend = [(n, Line2D([0], [0], **style.line)) for n, style in styles.items() if n in shown]

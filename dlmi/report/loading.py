@@ -57,10 +57,6 @@ class Group:
         """All methods, in order."""
         return list(dict.fromkeys(series.label for series in self.series))
 
-    def of_length(self, length: int) -> list[Series]:
-        """The series of one N."""
-        return [series for series in self.series if series.prompt_length == length]
-
     @property
     def mixed(self) -> str:
         """Where and with what rows were made, as far as they differ in it; mostly nothing."""
@@ -118,12 +114,17 @@ class ReportData:
         is_distinct = len(set(short)) == len(short)
         return list(zip(short if is_distinct else names, self.groups, strict=True))
 
-    def each(self) -> Iterator[tuple[str, Group, Series]]:
-        """Every series with its group and what that is called, by N."""
+    def places(self) -> Iterator[tuple[str, Group, list[Series]]]:
+        """The series of each N of each group, with what that is called."""
         for title, group in self.titled():
             for length in group.prompt_lengths:
-                for series in group.of_length(length):
-                    yield title, group, series
+                yield title, group, [s for s in group.series if s.prompt_length == length]
+
+    def each(self) -> Iterator[tuple[str, Group, Series]]:
+        """Every series with its group and what that is called, by N."""
+        for title, group, members in self.places():
+            for series in members:
+                yield title, group, series
 
 
 def best_point(row: Inversion, budget: Budget) -> TracePoint:
@@ -236,22 +237,20 @@ def _notes(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         last = group.budgets[-1]
         for series in group.series:
-            of = f"of {len(series.rows)} rows"
-            place = f"{group.model}, {series.label}, N={series.prompt_length}"
-            if interrupted := sum(row.stop_reason == "interrupted" for row in series.rows):
-                yield (
-                    f"{place}: {interrupted} {of} were interrupted; they count with what they "
-                    "reached"
-                )
-            if last.axis == "step" and (
-                short := sum(r.stop_reason == "budget" and r.steps < last.at for r in series.rows)
-            ):
-                yield (
-                    f"{place}: {short} {of} had a budget of fewer than {last}; their last value "
-                    "is carried forward"
-                )
-            if late := sum(best_point(row, last).lcs < row.lcs for row in series.rows):
-                yield (
-                    f"{place}: {late} {of} found their prompt only beyond {last}; they count with "
-                    "what they had by then"
-                )
+            rows = series.rows
+            is_short = [row.stop_reason == "budget" and row.steps < last.at for row in rows]
+            found = {
+                "were interrupted; they count with what they reached": sum(
+                    row.stop_reason == "interrupted" for row in rows
+                ),
+                f"had a budget of fewer than {last}; their last value is carried forward": (
+                    sum(is_short) if last.axis == "step" else 0
+                ),
+                f"found their prompt only beyond {last}; they count with what they had by then": (
+                    sum(best_point(row, last).lcs < row.lcs for row in rows)
+                ),
+            }
+            for what, count in found.items():
+                if count:
+                    place = f"{group.model}, {series.label}, N={series.prompt_length}"
+                    yield f"{place}: {count} of {len(rows)} rows {what}"

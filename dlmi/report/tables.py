@@ -7,17 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from dlmi.metrics import lcs_members
-from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts
-from dlmi.report.estimates import (
-    Estimate,
-    Measure,
-    honest_lcs,
-    mean_of,
-    mean_over_targets,
-    summarise,
-)
-from dlmi.report.loading import Group, ReportData, Series
+from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts, in_parts
+from dlmi.report.estimates import Estimate, honest_lcs, mean_of, mean_over_targets, summarise
+from dlmi.report.loading import Group, ReportData, Series, best_point
 from dlmi.report.names import form_name
+from dlmi.report.result_files import Budget
 from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
 _METHODS_PER_TABLE = 6
@@ -74,38 +68,40 @@ def summary_table(data: ReportData) -> ReportTable:
 def lcs_matrix_table(data: ReportData) -> ReportTable:
     """LCS by form of the prompt and decode, with the floors below each LM and N."""
     lines: list[dict[str, Cell]] = []
-    for title, group in data.titled():
-        for length in group.prompt_lengths:
-            members = group.of_length(length)
-            for series in members:
-                for form in FORMS:
-                    estimates = [mean_over_targets(series.rows, _cell(form, d)) for d in DECODES]
-                    if form == "best_so_far" and any(estimates):
-                        honest = honest_lcs(group.budgets[-1])
-                        estimates[0] = mean_over_targets(series.rows, honest)
-                    if form not in FLOORS:
-                        lines += _matrix_line(_place(title, series), form_name(form), estimates)
-            everyone = [row for series in members for row in series.rows]
-            place: dict[str, Cell] = {"LM": title, "N": length, "method": "floor"}
-            for form in FLOORS:
-                estimates = [mean_over_targets(everyone, _cell(form, d)) for d in DECODES]
-                lines += _matrix_line(place, form_name(form), estimates)
-            rate = mean_over_targets(everyone, lambda row: row.rank_one_rate)
-            lines += _matrix_line(place, "rank-1 rate after BoS", [None, rate])
+
+    def add(
+        place: dict[str, Cell], form: str, free: Estimate | None, forced: Estimate | None
+    ) -> None:
+        if free or forced:
+            pairs = _pair("free greedy", "s.e.", free) | _pair(
+                "teacher-forced", "s.e. of it", forced
+            )
+            lines.append({**place, "prompt": form_name(form), **pairs})
+
+    for title, group, members in data.places():
+        for series in members:
+            for form in FORMS:
+                free, forced = _by_decode(series.rows, form)
+                if form == "best_so_far" and (free or forced):
+                    free = mean_over_targets(series.rows, honest_lcs(group.budgets[-1]))
+                if form not in FLOORS:
+                    add(_place(title, series), form, free, forced)
+        everyone = [row for series in members for row in series.rows]
+        place: dict[str, Cell] = {"LM": title, "N": members[0].prompt_length, "method": "floor"}
+        for form in FLOORS:
+            add(place, form, *_by_decode(everyone, form))
+        rate = mean_over_targets(everyone, lambda row: row.rank_one_rate)
+        add(place, "rank-1 rate after BoS", None, rate)
     return ReportTable.of("lcs_matrix", lines)
 
 
-def _cell(form: str, decode: str) -> Measure:
-    return lambda row: row.lcs_matrix.get(form, {}).get(decode)
+def _by_decode(rows: Sequence[Inversion], form: str) -> list[Estimate | None]:
+    return [mean_over_targets(rows, partial(matrix_lcs, form, decode)) for decode in DECODES]
 
 
-def _matrix_line(
-    place: dict[str, Cell], prompt: str, estimates: Sequence[Estimate | None]
-) -> list[dict[str, Cell]]:
-    """One line, or none where no row has the form."""
-    free = _pair("free greedy", "s.e.", estimates[0])
-    forced = _pair("teacher-forced", "s.e. of it", estimates[1])
-    return [{**place, "prompt": prompt, **free, **forced}] if any(estimates) else []
+def matrix_lcs(form: str, decode: str, row: Inversion) -> float | None:
+    """LCS of a form of the prompt under a decode, where the row has it."""
+    return row.lcs_matrix.get(form, {}).get(decode)
 
 
 def overlap_table(data: ReportData) -> ReportTable:
@@ -121,7 +117,7 @@ def overlap_table(data: ReportData) -> ReportTable:
             **_place(title, series),
             **_pair("overlap", "s.e.", overlap),
             **_pair("target hit", "s.e. of it", hits),
-            "perplexity (geometric mean)": None if logs is None else math.exp(logs.mean),
+            "perplexity (geometric mean)": math.exp(logs.mean) if logs else None,
             "perplexity (median)": statistics.median(known) if known else None,
         }
         lines.append(line)
@@ -129,16 +125,16 @@ def overlap_table(data: ReportData) -> ReportTable:
 
 
 def round_trip_table(data: ReportData) -> ReportTable:
-    """Whether prompts survive as text."""
+    """Whether prompts survive as text: the honest LCS, and that less what a prompt loses in it."""
     lines = []
     for title, group, series in data.each():
-        lcs = honest_lcs(group.budgets[-1])
-        shares = mean_over_targets(series.rows, lambda row: float(row.round_trips))
-        before = mean_over_targets(series.rows, lcs)
-        after = mean_over_targets(series.rows, partial(_pasted_lcs, lcs))
+        rows, budget = series.rows, group.budgets[-1]
+        shares = mean_over_targets(rows, lambda row: float(row.round_trips))
+        before = mean_over_targets(rows, honest_lcs(budget))
+        after = mean_over_targets(rows, partial(_pasted_lcs, budget))
         line: dict[str, Cell] = {
             **_place(title, series),
-            "prompts": len(series.rows),
+            "prompts": len(rows),
             **_pair("encode back", "s.e.", shares),
             **_pair("LCS from ids", "s.e. from ids", before),
             **_pair("LCS from text", "s.e. from text", after),
@@ -147,9 +143,8 @@ def round_trip_table(data: ReportData) -> ReportTable:
     return ReportTable.of("round_trip", lines)
 
 
-def _pasted_lcs(honest: Measure, row: Inversion) -> float:
-    """The honest LCS less what the prompt loses in text."""
-    return (honest(row) or 0) - row.lcs + row.round_trip_lcs
+def _pasted_lcs(budget: Budget, row: Inversion) -> float:
+    return best_point(row, budget).lcs - row.lcs + row.round_trip_lcs
 
 
 def log_perplexity(row: Inversion) -> float | None:
@@ -160,11 +155,7 @@ def log_perplexity(row: Inversion) -> float | None:
 
 def prompt_table(data: ReportData) -> ReportTable:
     """The prompts of the best method of each LM and N, the best seed of each target."""
-    places = [
-        (title, *_best_rows(group, length))
-        for title, group in data.titled()
-        for length in group.prompt_lengths
-    ]
+    places = [(title, *_best_rows(group, members)) for title, group, members in data.places()]
     share = max(1, _SHOWN_PROMPTS // max(1, len(places)))
     lines = []
     for title, series, rows in places:
@@ -190,18 +181,12 @@ def prompt_table(data: ReportData) -> ReportTable:
     return ReportTable.of("prompts", lines, left_out=left_out if count else "")
 
 
-def _best_rows(group: Group, length: int) -> tuple[Series, list[Inversion]]:
+def _best_rows(group: Group, members: Sequence[Series]) -> tuple[Series, list[Inversion]]:
     """The best series of an N, and its best row of each target, by difficulty."""
-    budget = group.budgets[-1]
-
-    def mean_lcs(series: Series) -> float:
-        found = mean_over_targets(series.rows, honest_lcs(budget))
-        return found.mean if found else 0.0
-
-    series = max(group.of_length(length), key=mean_lcs)
-    best: dict[str, Inversion] = {}
-    for row in sorted(series.rows, key=lambda row: (row.lcs, -row.discrete_loss)):
-        best[row.target_id] = row
+    honest = honest_lcs(group.budgets[-1])
+    series = max(members, key=lambda each: mean_of(mean_over_targets(each.rows, honest)) or 0)
+    ascending = sorted(series.rows, key=lambda row: (row.lcs, -row.discrete_loss))
+    best = {row.target_id: row for row in ascending}
     return series, sorted(best.values(), key=lambda row: (row.k is None, row.k or 0, row.target_id))
 
 
@@ -210,10 +195,8 @@ def settings_tables(data: ReportData) -> list[ReportTable]:
     rows: dict[str, list[Inversion]] = {}
     for _, _, series in data.each():
         rows.setdefault(series.label, []).extend(series.rows)
-    labels = list(rows)
-    parts = [labels[i : i + _METHODS_PER_TABLE] for i in range(0, len(labels), _METHODS_PER_TABLE)]
     tables = []
-    for number, part in enumerate(parts, start=1):
+    for number, part in enumerate(in_parts(list(rows), _METHODS_PER_TABLE), start=1):
         names = dict.fromkeys(n for label in part for row in rows[label] for n in row.settings)
         methods = [_joined({row.method for row in rows[label]}) for label in part]
         lines: list[tuple[Cell, ...]] = [("method", *methods)]
