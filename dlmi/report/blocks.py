@@ -77,12 +77,9 @@ class ReportTable:
 
 
 def block_texts(name: str, part: int = 1, **values: Any) -> tuple[str, str, str]:
-    """File name, title and caption of a table or figure.
+    """File name, title and caption of a table or figure in `assets/texts.toml`.
 
-    Args:
-        name: In `assets/texts.toml`.
-        part: Of several; from the second on it is named.
-        values: What is filled into the caption.
+    Of several parts those from the second on are named; `values` are filled into the caption.
     """
     texts = _TEXTS[name]
     suffix, of = (f"_{part}", f", part {part}") if part > 1 else ("", "")

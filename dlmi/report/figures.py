@@ -2,9 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -12,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
 from dlmi.report.blocks import Figure, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
@@ -36,16 +36,12 @@ _PANELS_PER_FIGURE = 6
 Path = tuple[list[float], list[float]]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A mean over targets (seeds averaged first) along a run, and its standard error.
+class Curve(NamedTuple):
+    """A mean over targets (seeds averaged first) along a run."""
 
-    The error is 0 for a single target.
-    """
-
-    xs: list[float]
-    means: list[float]
-    errors: list[float]
+    xs: NDArray[np.float64]
+    means: NDArray[np.float64]
+    errors: NDArray[np.float64]  # standard errors; 0 for a single target
 
 
 def draw_bars(data: ReportData) -> list[Figure]:
@@ -143,11 +139,7 @@ def temperature(row: Inversion, axis: Axis, budget: Budget) -> Path:
 
 
 def mean_curve(paths: Sequence[tuple[str, Path]]) -> Curve | None:
-    """The mean at common positions; where a target has stopped it counts with its last value.
-
-    Args:
-        paths: Of all rows, each with the id of its target.
-    """
+    """The mean of paths, each with the id of its target; one that stopped keeps its last value."""
     paths = [(target, path) for target, path in paths if path[0]]
     if not paths:
         return None
@@ -161,7 +153,7 @@ def mean_curve(paths: Sequence[tuple[str, Path]]) -> Curve | None:
     values = np.array([np.mean(rows, axis=0) for rows in by_target.values()])  # (targets, points)
     count = len(values)
     errors = values.std(axis=0, ddof=1) / count**0.5 if count > 1 else np.zeros(len(xs))
-    return Curve(xs.tolist(), values.mean(axis=0).tolist(), errors.tolist())
+    return Curve(xs, values.mean(axis=0), errors)
 
 
 def _draw_curves(
@@ -207,10 +199,10 @@ def _curve_panel(
         marks = (place * every // 3 % every, every)
         drawstyle = "steps-post" if is_share else "default"
         axes.plot(curve.xs, curve.means, **style.line, drawstyle=drawstyle, markevery=marks)
-        if any(curve.errors):
-            means, errors = np.array(curve.means), np.array(curve.errors)
+        if curve.errors.any():
             band: dict[str, Any] = {"color": style.colour, "alpha": 0.16, "linewidth": 0}
-            axes.fill_between(curve.xs, means - errors, means + errors, **band, step=step)
+            ends = curve.means - curve.errors, curve.means + curve.errors
+            axes.fill_between(curve.xs, *ends, **band, step=step)
     if axis == "token_passes":  # methods differ in it by orders of magnitude
         axes.set_xscale("log")
     else:

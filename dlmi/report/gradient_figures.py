@@ -1,5 +1,6 @@
 """Violins of gradient variance and bias, by estimator."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -32,11 +33,8 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
         values = {
             name: {e: values_of(gradients.rows, e, name) for e in estimators} for name in STATISTICS
         }
-        shown = [
-            name
-            for name in values
-            if max(map(max, filter(None, values[name].values())), default=0) > 0
-        ]
+        drawn = {name: list(itertools.chain(*found.values())) for name, found in values.items()}
+        shown = [name for name in values if max(drawn[name], default=0) > 0]
         if not shown:
             continue
         panels = [
@@ -46,8 +44,7 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
         with house_style():
             size = (3.4, 0.5 + 0.26 * len(estimators))
             canvas = panel_grid(panels, min(2, len(panels)), size)
-        drawn = [value for name in shown for found in values[name].values() for value in found]
-        lost = sum(value <= 0 for value in drawn)
+        lost = sum(value <= 0 for name in shown for value in drawn[name])
         left_out = f" {lost} values that are 0 or below cannot be drawn and are left out."
         filled = {"measured_on": gradients.title, "left_out": left_out if lost else ""}
         drawings.append(Figure(*block_texts("gradients", part, **filled), canvas=canvas))

@@ -20,12 +20,9 @@ class GradientSet:
 
 def read_gradients(files: Sequence[Path]) -> tuple[list[GradientSet], list[str]]:
     """The rows of all files, set apart, and a note on each line that is none."""
-    by_file, notes = [], []
-    for file in files:
-        rows, broken = read_gradient_rows(file)
-        by_file.append(rows)
-        notes += [f"{line}: left out, not a gradient row" for line in broken]
-    return gradient_sets(by_file), notes
+    found = [read_gradient_rows(file) for file in files]
+    notes = [f"{line}: left out, not a gradient row" for _, broken in found for line in broken]
+    return gradient_sets([rows for rows, _ in found]), notes
 
 
 def gradient_sets(by_file: Sequence[Sequence[GradientRow]]) -> list[GradientSet]:

@@ -111,10 +111,6 @@ def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]])
     restricted, unless all are in the same way. Runs that differ only in where and with what they
     were made, or in settings that one of them does not know, are one method, but where they have
     done the same target with the same seed.
-
-    Args:
-        names: In a comparison; None outside of one.
-        runs: The rows of each, of one method in one setting.
     """
     firsts = [rows[0] for rows in runs]
     shared = shared_restrictions(firsts)
@@ -123,8 +119,9 @@ def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]])
         for name, first in zip(names, firsts, strict=True)
     ]
     settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
-    always = [{n for n in restrictions(row.settings) if n not in shared} for row in firsts]
-    labels = _told_apart(labels, settings, always)
+    labels = _told_apart(
+        labels, settings, [restrictions(r.settings).keys() - shared for r in firsts]
+    )
     everything = dict.fromkeys(name for own in settings for name in own)
     where = [
         {**everything, **own, **row.versions, "device": row.device}
@@ -148,22 +145,17 @@ def _told_apart(
     for label, own in zip(labels, settings, strict=True):
         for name, value in own.items():
             values.setdefault((label, name), set()).add(json.dumps(value, sort_keys=True))
-    made = []
-    for label, own, kept in zip(labels, settings, always, strict=True):
-        shown = {
-            name: value
-            for name, value in own.items()
-            if name not in _AXES and (len(values[label, name]) > 1 or name in kept)
-        }
-        made.append(f"{label} {settings_text(shown)}" if shown else label)
-    return made
+
+    def told(label: str, own: Mapping[str, Any], kept: set[str]) -> str:
+        differing = {name for name in own if len(values[label, name]) > 1}
+        shown = {name: own[name] for name in own if name in (differing | kept) - _AXES}
+        return f"{label} {settings_text(shown)}" if shown else label
+
+    return list(map(told, labels, settings, always))
 
 
 def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls that leave it to the method what a prompt may be, and without `refine_after`.
-
-    That and its width go where no search came after a relaxation.
-    """
+    """Without nulls that leave prompts to the method, and `refine_*` where no search followed."""
     is_alone = settings.get("refine_after") == 1
     return {
         name: value

@@ -29,12 +29,7 @@ def write_page(
 ) -> None:
     """Write the page, in one step: who reads it meanwhile has the old or the new one.
 
-    Args:
-        path: Of the HTML file.
-        data: The results.
-        figures: Put into the page as they are.
-        tables: The same.
-        reload_seconds: How often the page is to load itself again, if at all.
+    It loads itself again every `reload_seconds`, if that is given.
     """
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -79,11 +74,12 @@ def _data_url(svg: str) -> str:
 
 def _cards(group: Group) -> list[tuple[Series, Summary]]:
     """What each series came to at the last budget, best first: by exact rate, then honest LCS."""
-    found = [(series, summarise(series, group.budgets[-1])) for series in group.series]
-    return sorted(
-        found,
-        key=lambda card: (-card[1].exact_rows / len(card[0].rows), -(mean_of(card[1].lcs) or 0)),
-    )
+
+    def order(card: tuple[Series, Summary]) -> tuple[float, float]:
+        series, found = card
+        return -found.exact_rows / len(series.rows), -(mean_of(found.lcs) or 0)
+
+    return sorted(((s, summarise(s, group.budgets[-1])) for s in group.series), key=order)
 
 
 def _facts(data: ReportData) -> list[tuple[str, str]]:

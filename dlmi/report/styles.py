@@ -76,13 +76,9 @@ def _style(place: int) -> Style:
 
 @contextmanager
 def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and written; the caller's come back after.
-
-    Args:
-        svg_salt: Makes the ids within an SVG file, which would be random without one.
-    """
+    """Matplotlib's settings while a figure is drawn and written; the caller's come back after."""
     with as_file(ASSETS / "report.mplstyle") as sheet, rc_context(fname=sheet):
-        rcParams["svg.hashsalt"] = svg_salt
+        rcParams["svg.hashsalt"] = svg_salt  # ids within an SVG would be random without
         yield
 
 
@@ -151,13 +147,7 @@ def panel_grid(
 
 
 def safe_text(text: str, inches: float = _WIDTH, points: float = _POINTS) -> str:
-    """Text that a figure can show: no markup, no character that the font lacks, wrapped.
-
-    Args:
-        text: Anything.
-        inches: What a line may take.
-        points: Size of the font.
-    """
+    """Text that a figure can show: no markup, no character that the font lacks, wrapped."""
     known = get_font(find_font(FontProperties(family=_FONT))).get_charmap()
     shown = "".join(c if ord(c) in known else "?" for c in visible(text))
     if len(shown) > _LONGEST_TEXT:

@@ -223,7 +223,7 @@ def test_curves_carry_forward_and_average_seeds_first(make_row):
     curve = mean_curve(
         [(row.target_id, best_so_far(row, "step", Budget("step", 99))) for row in rows]
     )
-    assert curve.xs == [0, 10, 20, 30]
+    assert curve.xs.tolist() == [0, 10, 20, 30]
     assert curve.means == pytest.approx([0, (0.5 + 0.25) / 2, (0.5 + 0.25) / 2, (0.75 + 0.25) / 2])
     assert curve.errors[1] == pytest.approx(0.125)
 

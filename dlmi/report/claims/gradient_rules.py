@@ -37,14 +37,7 @@ class GradientView:
         column: str,
         summary: Callable[[list[float]], float] = statistics.fmean,
     ) -> NamedEstimates:
-        """log10 of a statistic of one estimator over another's, over targets.
-
-        Args:
-            first: Label of an estimator.
-            second: Label of another.
-            column: Which statistic.
-            summary: What a target's steps and seeds come to.
-        """
+        """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
 
         def logarithm(row: GradientRow) -> float | None:
             value: float | None = getattr(row, column).value
