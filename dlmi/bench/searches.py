@@ -7,9 +7,6 @@ more slots there are, until the machine has enough to do.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from lightning.pytorch import Callback, Trainer
 
 from dlmi.bench.timing import StepClock
 from dlmi.lm.frozen_lm import FrozenLM
@@ -25,17 +22,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class SearchTimes:
-    """One line of the table.
-
-    Attributes:
-        prompt_length: N.
-        target_length: M.
-        slots: Targets side by side.
-        repeats: Steps that were timed.
-        seconds: Median of a step of all slots.
-        token_passes: Median of a step of all slots.
-        microseconds_per_token_pass: Over all timed steps.
-    """
+    """One line of the table; seconds and token-passes are medians of a step of all slots."""
 
     prompt_length: int
     target_length: int
@@ -43,27 +30,7 @@ class SearchTimes:
     repeats: int
     seconds: float
     token_passes: float
-    microseconds_per_token_pass: float
-
-
-class CostMeter(Callback):
-    """Token-passes of each step of a run, over all slots."""
-
-    def __init__(self) -> None:
-        self.token_passes: list[int] = []
-        self._before = 0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """A step begins."""
-        self._before = _spent(pl_module)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """A step is over."""
-        self.token_passes.append(_spent(pl_module) - self._before)
-
-
-def _spent(module: Inverter) -> int:
-    return sum(slot.cost.total for slot in module.active)
+    microseconds_per_token_pass: float  # over all timed steps
 
 
 def time_search(
@@ -77,19 +44,17 @@ def time_search(
         length: N.
         repeats: Timed steps.
     """
-    slots = len(targets_ids)
+    slots, steps = len(targets_ids), _WARM_UP + repeats
     targets = [Target.single(f"bench {i}", tuple(ids), "") for i, ids in enumerate(targets_ids)]
-    clock, meter = StepClock(lm.device, warm_up=_WARM_UP), CostMeter()
-    steps = _WARM_UP + repeats
+    clock = StepClock(lm.device, _WARM_UP)
     search = Inverter(SwapSearch(), length, steps=steps, eval_every=steps)
-    run_quietly(search, TargetDataModule.of(lm, targets, batch_size=slots), [clock, meter])
-    passes = meter.token_passes[_WARM_UP:]
+    run_quietly(search, TargetDataModule.of(lm, targets, batch_size=slots), [clock])
     return SearchTimes(
         length,
         len(targets[0].ids),
         slots,
         repeats,
         statistics.median(clock.seconds),
-        statistics.median(passes),
-        1e6 * sum(clock.seconds) / sum(passes),
+        statistics.median(clock.token_passes),
+        1e6 * sum(clock.seconds) / sum(clock.token_passes),
     )

@@ -7,7 +7,6 @@ alternate, between the steps of one run of Lightning.
 """
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,26 +25,14 @@ from dlmi.run.quiet import run_quietly
 from dlmi.targets.target import Target
 
 SHAPES = ((10, 20, 8), (80, 20, 8), (80, 20, 1))  # N, M, S
+_WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One line of the table; seconds are medians.
+    """One line of the table: medians of a step of this tool, of the floor and of the textbook.
 
-    Attributes:
-        prompt_length: N.
-        target_length: M.
-        samples: S.
-        repeats: Steps that were timed, of each of the three.
-        seconds: Of a step of this tool.
-        floor_seconds: Of the floor.
-        textbook_seconds: Of the textbook.
-        peak_bytes: Allocated at once in a step of this tool. Z, its gradient and its moments are
-            there before.
-        floor_peak_bytes: In the LM's pass of the floor.
-        textbook_peak_bytes: In the textbook's step.
-        token_passes_per_second: Tokens sent forward or backward through the LM by this tool.
-        matmul_share: Of the machine's measured matrix-product speed, by this tool.
+    Peaks are what is allocated at once in a step; Z, its gradient and its moments are there before.
     """
 
     prompt_length: int
@@ -56,10 +43,10 @@ class StepTimes:
     floor_seconds: float
     textbook_seconds: float
     peak_bytes: int
-    floor_peak_bytes: int
+    floor_peak_bytes: int  # in the LM's pass
     textbook_peak_bytes: int
-    token_passes_per_second: float
-    matmul_share: float
+    token_passes_per_second: float  # forward or backward through the LM, by this tool
+    matmul_share: float  # of the machine's measured matrix-product speed, by this tool
 
     def ratios(self) -> dict[str, float]:
         """What the times and peaks come to."""
@@ -94,21 +81,20 @@ def time_steps(
     textbook_seconds: list[float] = []
 
     def others() -> None:
-        turns: list[Callable[[], None]] = [
-            lambda: floor_seconds.append(seconds_of(floor.step, lm.device)),
-            lambda: textbook_seconds.append(textbook.ask("step")),
-        ]
-        if len(floor_seconds) % 2:  # so that none always runs in the wake of the same other
-            turns.reverse()
-        for turn in turns:
-            turn()
+        # In turn, so that none always runs in the wake of the same other.
+        is_floor_first = len(floor_seconds) % 2 == 0
+        if is_floor_first:
+            floor_seconds.append(seconds_of(floor.step, lm.device))
+        textbook_seconds.append(textbook.ask("step"))
+        if not is_floor_first:
+            floor_seconds.append(seconds_of(floor.step, lm.device))
 
     textbook.ask("begin", length, samples, target_ids.tolist())
-    warm_up = 3
-    clock = StepClock(lm.device, others, warm_up)
+    clock, steps = StepClock(lm.device, _WARM_UP, others), _WARM_UP + repeats
+    # What is timed is this tool as a user runs it, with no evaluation on the way.
+    run = Inverter(DLMI(num_samples=samples), length, steps=steps, eval_every=steps)
     target = Target.single("bench", tuple(target_ids[0].tolist()), "")
-    data = TargetDataModule.of(lm, [target], batch_size=1)
-    run_quietly(_inverter(length, samples, warm_up + repeats), data, [clock])
+    run_quietly(run, TargetDataModule.of(lm, [target], batch_size=1), [clock])
     seconds = statistics.median(clock.seconds)
     return StepTimes(
         length,
@@ -121,14 +107,9 @@ def time_steps(
         clock.peak_bytes,
         peak_of(floor.lm_pass, lm.device),
         int(textbook.ask("peak")),
-        2 * samples * (length + target_length - 1) / seconds,
+        statistics.median(clock.token_passes) / seconds,
         floor.operations() / seconds / flops,
     )
-
-
-def _inverter(length: int, samples: int, steps: int) -> Inverter:
-    """What is timed: this tool as a user runs it, with no evaluation on the way."""
-    return Inverter(DLMI(num_samples=samples), length, steps=steps, eval_every=steps)
 
 
 class Floor:

@@ -5,8 +5,8 @@ would write it down, in a plain script with PyTorch's and the system's defaults.
 """
 
 import multiprocessing
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -73,9 +73,8 @@ class TextbookProcess:
     def __init__(self, lm: str, dtype: DType, device: torch.device, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, lm, dtype, str(device), threads), daemon=True
-        )
+        arguments = (theirs, lm, dtype, str(device), threads)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -88,12 +87,7 @@ class TextbookProcess:
     def __enter__(self) -> "TextbookProcess":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._connection.close()
         self._process.join(timeout=10)
 
@@ -101,17 +95,12 @@ class TextbookProcess:
 def _serve(connection: Connection, name: str, dtype: DType, device: str, threads: int) -> None:
     torch.set_num_threads(threads)
     lm = load_lm(name, dtype, device)
-    textbook: Textbook | None = None
-    while True:
-        try:
+    with suppress(EOFError):  # the parent has had enough
+        while True:
             question, *arguments = connection.recv()
-        except EOFError:  # the parent has had enough
-            return
-        if question == "begin":
-            length, samples, target_ids = arguments
-            textbook = Textbook(lm, length, samples, torch.tensor(target_ids, device=lm.device))
-            textbook.step()
-            connection.send(0.0)
-        elif textbook is not None:
+            if question == "begin":
+                length, samples, target_ids = arguments
+                textbook = Textbook(lm, length, samples, torch.tensor(target_ids, device=lm.device))
+                question = "step"  # the first one warms up
             measure = seconds_of if question == "step" else peak_of
             connection.send(measure(textbook.step, lm.device))

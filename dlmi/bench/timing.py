@@ -1,16 +1,17 @@
 """Clocks and peaks for the benchmark."""
 
-import contextlib
+import itertools
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's own notes off the screen
 
 
 def synchronize(device: torch.device) -> None:
@@ -29,22 +30,16 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 class PeakMemory:
-    """The most memory allocated at once between start and stop, beyond what was there before."""
+    """The most memory allocated at once from now on until it stops, beyond what is there now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
-        self._silence = contextlib.ExitStack()
         self._profiler: profile | None = None
-
-    def start(self) -> None:
-        """From now on."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
         else:
             self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._silence.enter_context(_silent_stderr())
             self._profiler.start()
 
     def stop(self) -> int:
@@ -52,36 +47,17 @@ class PeakMemory:
         if self._profiler is None:
             return torch.cuda.max_memory_allocated(self._device) - self._before
         self._profiler.stop()
-        self._silence.close()
-        events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        held = peak = 0
-        for event in sorted(events, key=lambda event: int(event.start_ns())):
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
-        return peak
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Keep the profiler's own notes, which are written below Python, off the screen."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        events: Any = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        events = sorted(events, key=lambda event: int(event.start_ns()))
+        changes = (event.nbytes() for event in events if event.name() == "[memory]")
+        return max(itertools.accumulate(changes), default=0)
 
 
 def peak_of(work: Callable[[], Any], device: torch.device) -> int:
     """Peak memory of one call, bytes."""
-    peak = PeakMemory(device)
-    peak.start()
+    memory = PeakMemory(device)
     work()
-    return peak.stop()
+    return memory.stop()
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
@@ -97,39 +73,40 @@ class StepClock(Callback):
 
     Args:
         device: Where the steps run.
-        between: Called after each timed step.
         warm_up: Steps that are not timed; the memory is measured in the last of them.
+        between: Called after each timed step.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        between: Callable[[], None] | None = None,
-        warm_up: int = 2,
+        self, device: torch.device, warm_up: int, between: Callable[[], None] = lambda: None
     ) -> None:
         self.seconds: list[float] = []
+        self.token_passes: list[int] = []  # over all slots
         self.peak_bytes = 0
         self._device = device
-        self._between = between
         self._warm_up = warm_up
-        self._memory = PeakMemory(device)
-        self._start = 0.0
+        self._between = between
+        self._memory: PeakMemory | None = None
+        self._start, self._spent = 0.0, 0
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """A step begins."""
         self._warm_up -= 1
         if self._warm_up == 0:
-            self._memory.start()
+            self._memory = PeakMemory(self._device)
+        self._spent = sum(slot.cost.total for slot in pl_module.active)
         synchronize(self._device)
         self._start = time.perf_counter()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """A step is over, parameters updated."""
         synchronize(self._device)
         seconds = time.perf_counter() - self._start
-        if self._warm_up == 0:
-            self.peak_bytes = self._memory.stop()
+        if self._memory is not None:
+            self.peak_bytes, self._memory = self._memory.stop(), None
         elif self._warm_up < 0:
             self.seconds.append(seconds)
-            if self._between is not None:
-                self._between()
+            self.token_passes.append(
+                sum(slot.cost.total for slot in pl_module.active) - self._spent
+            )
+            self._between()

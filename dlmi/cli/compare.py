@@ -10,7 +10,7 @@ from rich.table import Table
 from dlmi.cli.fit import plan_fit
 from dlmi.cli.output import table
 from dlmi.cli.parser import CommandParser
-from dlmi.compare.cells import CellRun
+from dlmi.compare.cells import Cell
 from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
@@ -53,32 +53,32 @@ def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None
     """
     if speed is not None and not speed > 0:
         raise InputError(f"Expected `--speed` to be positive, but got {speed}.")
-    runs = [CellRun(grid, cell) for cell in plan(grid, beside, plan_fit)]
-    for run in runs:
-        run.check_unchanged()
+    cells = plan(grid, beside, plan_fit)
+    for cell in cells:
+        cell.check_unchanged()
     if dry_run:
-        print_plan(grid, runs, speed)
+        print_plan(grid, cells, speed)
         return 0
     with lock_folder(Path(grid.out)):
-        return _run_all(grid, runs)
+        return _run_all(grid, cells)
 
 
-def _run_all(grid: Grid, runs: Sequence[CellRun]) -> int:
+def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
     failed = []
-    with GridDisplay(grid, runs) as display:
-        for number, run in enumerate(runs, start=1):
-            if run.seconds is not None:
+    with GridDisplay(grid, cells) as display:
+        for number, cell in enumerate(cells, start=1):
+            if cell.seconds is not None:
                 continue
-            display.begin(number, run)
-            error = run.run(display.tick)
-            display.end(run, error)
+            display.begin(number)
+            error = cell.run(display.tick)
+            display.end(cell, error)
             if error is not None:
-                failed.append(run)
+                failed.append(cell)
     screen = Console()
-    if len(failed) < len(runs):
+    if len(failed) < len(cells):
         screen.print(*map(_results_table, load([Path(grid.out)]).groups))
-    for run in failed:
-        text = f"failed: {run.cell.name} (log: {run.folder / 'log.txt'})"
+    for cell in failed:
+        text = f"failed: {cell.name} (log: {cell.log})"
         screen.print(text, markup=False, highlight=False, soft_wrap=True)
     print(f"figures and tables: python -m dlmi report {grid.out} --out {grid.out}/report")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""A cell on disk and at work: an ordinary `fit` in a process of its own."""
+"""A cell of a comparison: an ordinary `fit`, in a folder and a process of its own."""
 
 import json
 import signal
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlmi.compare.grid import Cell, Grid, as_yaml
+import yaml
+from jsonargparse import dict_to_namespace
+
 from dlmi.errors import InputError
 from dlmi.jsonl import build, read_json_file
-from dlmi.report.result_files import CELL_FILE, FAILURE_FILE
+from dlmi.report.result_files import CELL_FILE, FAILURE_FILE, Axis
 from dlmi.rows import count_finished
 
 _POLL_SECONDS = 0.2
-_LAST_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -25,55 +26,53 @@ class _Stored:
     """What a cell's file says of an earlier part of its run."""
 
     settings: dict[str, dict[str, Any]]
-    spent: float
+    spent: float = 0.0
     is_done: bool = False
 
 
-class CellRun:
-    """One cell of a comparison and its folder.
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison.
 
-    Args:
-        grid: The comparison.
-        cell: Which of its runs.
+    Attributes:
+        folder: Its own, an ordinary run folder; its name is the cell's.
+        place: Which run of the grid it is, but for the seed.
+        label: The method's name in the grid.
+        axis: What budgets are counted in.
+        budgets: At which its traces are read, ascending.
+        config: The method's configuration file.
+        overrides: What the grid changes in it.
+        settings: Everything that decides its rows, as `fit` will see it.
+        targets: How many it inverts; None where only the run will know.
+        token_passes: What all of them cost at most; None likewise.
     """
 
-    def __init__(self, grid: Grid, cell: Cell) -> None:
-        self.cell = cell
-        self.root = Path(grid.out)
-        self.folder = self.root / cell.name
-        self._log = self.folder / "log.txt"
-        self._record: dict[str, Any] = {
-            "label": cell.label,
-            "axis": grid.axis,
-            "budgets": cell.budgets,
-            "settings": cell.settings,
-        }
+    folder: Path
+    place: str
+    label: str
+    axis: Axis
+    budgets: list[int]
+    config: Path
+    overrides: dict[str, Any]
+    settings: dict[str, Any]
+    targets: int | None
+    token_passes: int | None
 
-    def check_unchanged(self) -> None:
-        """Raise `InputError` if the folder holds this cell with other settings."""
-        stored = self._stored()
-        if stored is None:
-            return
-        if "method" not in stored.settings.get("model", {}):
-            raise InputError(
-                f"Expected {self.root} to be a comparison of this version of dlmi, but "
-                f"{self.cell.name} was run by an earlier one, whose cells cannot be continued. "
-                f"Choose another `out`; `python -m dlmi report {self.root}` still reads it."
-            )
-        before, now = _flat(stored.settings), _flat(self._record["settings"])
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise InputError(
-                    f"Expected the grid to be the one that {self.root} was begun with, but "
-                    f"{self.cell.name} was run with {name} = {before.get(name)!r} and is now to be "
-                    f"run with {now.get(name)!r}. Choose another `out`."
-                )
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.name
+
+    @property
+    def log(self) -> Path:
+        """All that it says."""
+        return self.folder / "log.txt"
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, with its stops in between; None unless it is done."""
+        """How long it took, without its stops in between; None unless it is done."""
         stored = self._stored()
-        return stored.spent if stored is not None and stored.is_done else None
+        return stored.spent if stored.is_done else None
 
     @property
     def finished_rows(self) -> int:
@@ -81,12 +80,28 @@ class CellRun:
         return count_finished(self.folder)
 
     @property
+    def share(self) -> float:
+        """How much of it is done."""
+        if self.seconds is not None:
+            return 1.0
+        return min(self.finished_rows / self.targets, 1.0) if self.targets else 0.0
+
+    @property
     def latest_line(self) -> str:
         """The last thing that it said."""
-        try:
-            return _last_line(self._log)
-        except OSError:
-            return ""
+        text = self.log.read_text("utf-8", "replace") if self.log.exists() else ""
+        return (text.strip().splitlines() or [""])[-1].removeprefix("dlmi: error: ")
+
+    def check_unchanged(self) -> None:
+        """Raise `InputError` if the folder holds this cell with other settings."""
+        before, now = _flat(self._stored().settings), _flat(self.settings)
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                raise InputError(
+                    f"Expected {self.folder} to be a cell of this grid, but it was run with {name} "
+                    f"= {before.get(name)!r} and is now to be run with {now.get(name)!r}. Choose "
+                    f"another `out`; `python -m dlmi report` still reads this one."
+                )
 
     def run(self, tick: Callable[[], None]) -> str | None:
         """Run it to its end, or on from where it was; the error that ended it, if one did.
@@ -95,19 +110,18 @@ class CellRun:
             tick: Called a few times a second.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / FAILURE_FILE).unlink(missing_ok=True)
-        stored = self._stored()
-        record = {**self._record, "spent": 0.0 if stored is None else stored.spent}
-        self._store(record)
-        overrides = self.folder / "cell.yaml"
-        overrides.write_text(as_yaml(self.cell.overrides), encoding="utf-8")
+        failure, overrides = self.folder / FAILURE_FILE, self.folder / "cell.yaml"
+        failure.unlink(missing_ok=True)
+        spent = self._stored().spent
+        self._store(spent)
+        overrides.write_text(yaml.safe_dump(self.overrides, sort_keys=False), encoding="utf-8")
         logger = "--trainer.logger.init_args"
-        command = [sys.executable, "-m", "dlmi", "fit", "--config", str(self.cell.config)]
+        command = [sys.executable, "-m", "dlmi", "fit", "--config", str(self.config)]
         command += ["--config", str(overrides), "--continue_run", "true"]
-        command += [f"{logger}.save_dir", str(self.root.parent), f"{logger}.name", self.root.name]
-        command += [f"{logger}.version", self.cell.name]
+        command += [f"{logger}.save_dir", str(self.folder.parent.parent)]
+        command += [f"{logger}.name", self.folder.parent.name, f"{logger}.version", self.name]
         began, exit_code = time.monotonic(), None
-        with self._log.open("ab") as screen:
+        with self.log.open("ab") as screen:
             # A session of its own: Ctrl-C comes from here, once, or it would stop without saving.
             process = subprocess.Popen(
                 command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
@@ -115,26 +129,29 @@ class CellRun:
             try:
                 exit_code = _wait(process, tick)
             finally:
-                record["spent"] += time.monotonic() - began
-                self._store({**record, "is_done": exit_code == 0})
+                self._store(spent + time.monotonic() - began, exit_code == 0)
         if exit_code == 0:
             return None
         error = self.latest_line or f"ended with exit code {exit_code} and said nothing"
-        failure = {"error": error, "exit_code": exit_code, "log": str(self._log)}
-        (self.folder / FAILURE_FILE).write_text(json.dumps(failure) + "\n", encoding="utf-8")
+        record = {"error": error, "exit_code": exit_code, "log": str(self.log)}
+        failure.write_text(json.dumps(record) + "\n", encoding="utf-8")
         return error
 
-    def _stored(self) -> _Stored | None:
-        found = read_json_file(self.folder / CELL_FILE)
+    def _stored(self) -> _Stored:
+        """What its file says; the settings of a cell that was never begun are its own."""
+        file = self.folder / CELL_FILE
+        found = read_json_file(file)
         try:
-            return None if found is None else build(_Stored, found)
+            return _Stored(self.settings) if found is None else build(_Stored, found)
         except InputError as error:
             raise InputError(
-                f"Expected {self.folder / CELL_FILE} to be as `compare` wrote it, but {error}. "
-                "Choose another `out`."
+                f"Expected {file} to be as `compare` wrote it, but {error}. Choose another `out`."
             ) from error
 
-    def _store(self, record: dict[str, Any]) -> None:
+    def _store(self, spent: float, is_done: bool = False) -> None:
+        names = ("label", "axis", "budgets", "settings")
+        record = {name: getattr(self, name) for name in names}
+        record |= {"spent": spent, "is_done": is_done}
         (self.folder / CELL_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
@@ -142,7 +159,7 @@ def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
     """Wait for a cell; Ctrl-C and SIGTERM reach it, and it gets the time to save itself."""
     # Both: a shell that starts this in the background lets it ignore Ctrl-C from the outset.
     signals = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(signum, _interrupt) for signum in signals]
+    previous = [signal.signal(signum, signal.default_int_handler) for signum in signals]
     try:
         while (exit_code := process.poll()) is None:
             tick()
@@ -160,28 +177,11 @@ def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
             signal.signal(signum, handler)
 
 
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _last_line(log: Path) -> str:
-    size = log.stat().st_size
-    with log.open("rb") as file:
-        file.seek(max(0, size - _LAST_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("dlmi: error: ") if lines else ""
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by the names that `fit` knows them by, such as `model.method.tau0`.
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by the names that `fit` knows them by.
 
     >>> _flat({"model": {"method": {"class_path": "DLMI", "init_args": {"tau0": 1.0}}}})
     {'model.method.class_path': 'DLMI', 'model.method.tau0': 1.0}
     """
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            found |= _flat(value, prefix if name == "init_args" else f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+    items = dict_to_namespace(settings).items()
+    return {name.replace(".init_args", ""): value for name, value in items}

@@ -1,15 +1,16 @@
 """What a run will cost, known before it begins and without its LM.
 
 A relaxation asks the LM for the same passes in every step. So one step is driven on a stand-in of a
-few tokens, which answers nothing but what a pass would cost. A search asks for what its last
-answers suggest: what its steps cost, only the run will know.
+few tokens, and its passes are priced instead of read. A search asks for what its last answers
+suggest: what its steps cost, only the run will know.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods.base import Relaxation
@@ -17,7 +18,7 @@ from dlmi.methods.slot import Slot
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.scoring.evaluation import most_tokens_evaluated
-from dlmi.scoring.passes import Account, Cost, Pass, Scores, advance
+from dlmi.scoring.passes import Scores
 from dlmi.targets.context import Context
 from dlmi.targets.sources import ByRank, Texts
 from dlmi.targets.target import Target
@@ -60,9 +61,16 @@ def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
     return inverter.steps * step + evaluations * evaluation
 
 
-def _price_of_step(method: Relaxation, length: int, target: Target) -> int:  # type: ignore[type-arg]
-    """Token-passes of one step of a relaxation."""
-    vocabulary = Vocabulary(cast(FrozenLM, _StandIn()))
+def _price_of_step(method: Relaxation[Any], length: int, target: Target) -> int:
+    """Token-passes of one step, with nothing kept from pass to pass."""
+    matrix = torch.eye(_TOKENS, _WIDTH)
+    stand_in = SimpleNamespace(
+        prompt_token_ids=torch.arange(_TOKENS),
+        embedding_matrix=matrix,
+        embed=matrix.__getitem__,
+        device=matrix.device,
+    )
+    vocabulary = Vocabulary(cast(FrozenLM, stand_in))
     shapes = method.shapes(length, vocabulary)
     slot = Slot(
         target=target,
@@ -72,43 +80,14 @@ def _price_of_step(method: Relaxation, length: int, target: Target) -> int:  # t
         length=length,
         rng=torch.Generator().manual_seed(0),
     )
-    account = Account()
-    [start] = advance([method.start(slot)], _Prices(), [account])
-    advance([method.step(slot, start.value)], _Prices(), [account])
-    return account.cost.total
-
-
-class _Prices:
-    """Knows what a pass costs at most, and answers it with zeros."""
-
-    def price(self, asked: Pass, account: Account) -> Cost:
-        """As the engine has it, with nothing kept from pass to pass."""
-        tokens = asked.count * sum(
-            len(example.context.prefix_ids) + example.tokens_read(asked.length)
-            for example in asked.examples
-        )
-        return Cost(tokens, tokens if asked.has_gradient else 0)
-
-    def __call__(self, passes: Sequence[Pass]) -> list[Scores]:
-        """No losses, and the token 0 all over."""
-        return [
-            Scores(torch.zeros(one.count), torch.zeros(one.count, _said(one), dtype=torch.int64))
-            for one in passes
-        ]
-
-
-def _said(asked: Pass) -> int:
-    return sum(len(example.ids) for example in asked.examples)
-
-
-class _StandIn:
-    """What a vocabulary needs of an LM: a few tokens that embed to something."""
-
-    name = "a stand-in"
-    device = torch.device("cpu")
-    prompt_token_ids = torch.arange(_TOKENS)
-    embedding_matrix = torch.eye(_TOKENS, _WIDTH)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Their rows."""
-        return self.embedding_matrix[ids]
+    with torch.no_grad():
+        state = method.init(slot)
+    read_alone = sum(len(e.context.prefix_ids) + e.tokens_read(length) for e in target.examples)
+    step, cost = method.step(slot, state), 0
+    with suppress(StopIteration):
+        asked = next(step)
+        while True:
+            cost += asked.count * read_alone * (2 if asked.has_gradient else 1)
+            output_ids = torch.zeros(asked.count, len(target.ids), dtype=torch.int64)
+            asked = step.send(Scores(torch.zeros(asked.count), output_ids))
+    return cost

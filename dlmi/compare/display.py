@@ -1,186 +1,143 @@
 """What a comparison shows of itself: its plan, and how far it is."""
 
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from dlmi.compare.cells import CellRun
+from dlmi.compare.cells import Cell
 from dlmi.compare.grid import Grid
 from dlmi.text import clock, visible
 
 _LOG_SECONDS = 60.0
 
 
-@dataclass
 class _Cost:
-    """Of some cells: how many, what of them is done with, and at which speed.
+    """What some cells cost, and what of that is done with, as it stands on disk.
 
-    Token passes are those of cells whose cost is known; `unknown` counts the others.
+    Token-passes are those of cells whose cost is known; `unknown` counts the others.
     """
 
-    cells: int
-    done: int
-    unknown: int
-    share: float
-    token_passes: float
-    done_passes: float
-    speed: float | None
-
-    @classmethod
-    def of(cls, runs: Sequence[CellRun]) -> "_Cost":
-        """As it stands on disk."""
-        done = [run for run in runs if run.seconds is not None]
-        known = [run for run in done if run.cell.token_passes]
-        passes = sum(run.cell.token_passes or 0 for run in known)
-        seconds = sum(run.seconds or 0 for run in known)
-        shares = {run.cell.name: _share(run) for run in runs if run not in done}
-        partly = sum(
-            shares[run.cell.name] * (run.cell.token_passes or 0) for run in runs if run not in done
-        )
-        return cls(
-            cells=len(runs),
-            done=len(done),
-            unknown=sum(run.cell.token_passes is None for run in runs),
-            share=(len(done) + sum(shares.values())) / len(runs) if runs else 1.0,
-            token_passes=sum(run.cell.token_passes or 0 for run in runs),
-            done_passes=passes + partly,
-            speed=passes / seconds if seconds and passes else None,
-        )
-
-
-def _share(run: CellRun) -> float:
-    return min(run.finished_rows / run.cell.targets, 1.0) if run.cell.targets else 0.0
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        passes, shares = [cell.token_passes or 0 for cell in cells], [cell.share for cell in cells]
+        done = [cell for cell in cells if cell.seconds is not None]
+        self.cells, self.done = len(cells), len(done)
+        self.unknown = sum(cell.token_passes is None for cell in cells)
+        self.total = sum(passes)
+        self.left = sum(p * (1 - share) for p, share in zip(passes, shares, strict=True))
+        self.share = statistics.mean(shares) if self.unknown else 1 - self.left / self.total
+        seconds = sum(cell.seconds or 0 for cell in done if cell.token_passes)
+        self.speed = sum(cell.token_passes or 0 for cell in done) / seconds if seconds else None
 
 
 class GridDisplay:
     """A bar for the whole grid on a terminal, lines elsewhere; time left by cost."""
 
-    def __init__(self, grid: Grid, runs: Sequence[CellRun]) -> None:
-        self.console = Console()
-        self._runs = runs
+    def __init__(self, grid: Grid, cells: Sequence[Cell]) -> None:
+        self._console = Console()
+        self._cells = cells
         self._out = grid.out
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=self.console, transient=True)
-        self._current: CellRun | None = None
+        is_log = not self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=is_log)
+        self._task = self._bar.add_task("", total=1.0)
+        self._pause = _LOG_SECONDS if is_log else 1.0
         self._number = 0
         self._began = self._last_shown = 0.0
-        self._task: Any = None
 
     def __enter__(self) -> "GridDisplay":
-        start = _Cost.of(self._runs)
+        start = _Cost(self._cells)
         self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
-        if self.console.is_terminal:
-            self._task = self._bar.add_task("", total=1.0)
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.console.is_terminal:
-            self._bar.stop()
+        self._bar.stop()
 
-    def begin(self, number: int, run: CellRun) -> None:
-        """A cell starts."""
-        self._current = run
+    def begin(self, number: int) -> None:
+        """A cell starts, by its number from 1."""
         self._number = number
-        self._began = time.monotonic()
-        self._last_shown = 0.0
+        self._began, self._last_shown = time.monotonic(), 0.0
         self.tick()
 
     def tick(self) -> None:
         """Show how far it is."""
         now = time.monotonic()
-        if now - self._last_shown < (1.0 if self.console.is_terminal else _LOG_SECONDS):
+        if now - self._last_shown < self._pause:
             return
         self._last_shown = now
-        cost = _Cost.of(self._runs)
-        line = self._line(cost, now)
-        if self.console.is_terminal:
-            done = cost.share if cost.unknown else cost.done_passes / cost.token_passes
-            self._bar.update(self._task, completed=done, description=visible(line))
-        else:
+        cost = _Cost(self._cells)
+        line = self._line(cost, now - self._began)
+        self._bar.update(self._task, completed=cost.share, description=visible(line))
+        if self._bar.disable:
             self._say(line)
 
-    def end(self, run: CellRun, error: str | None) -> None:
+    def end(self, cell: Cell, error: str | None) -> None:
         """A cell is over; `error` says why if it failed."""
-        if error is not None:
-            self._say(f"{run.cell.name}: failed: {error}")
-        else:
-            self._say(f"{run.cell.name}: {run.finished_rows} rows in {clock(run.seconds or 0)}")
+        rows = f"{cell.finished_rows} rows in {clock(cell.seconds or 0)}"
+        self._say(f"{cell.name}: {rows if error is None else f'failed: {error}'}")
 
-    def _line(self, cost: _Cost, now: float) -> str:
+    def _line(self, cost: _Cost, seconds: float) -> str:
         """Time left at the speed of the cells that are done, and what the running cell says."""
         left = "time left not known before a cell is done"
-        rest = _Cost.of(self._runs[self._number - 1 :])  # those before are done, or failed
+        rest = _Cost(self._cells[self._number - 1 :])  # those before are done, or failed
         if rest.unknown:
             left = f"time left not known: the cost of {rest.unknown} cells is not"
         elif cost.speed:
-            at_most = (rest.token_passes - rest.done_passes) / cost.speed - (now - self._began)
-            left = f"at most {clock(max(0.0, at_most))} left"
-        line = f"cell {self._number} of {cost.cells}, {cost.done} done · {left}"
-        if self._current is None:
-            return line
-        said = self._current.latest_line  # its own account of itself, from its log
-        first, *_, last = said.split(" · ") * 2
+            left = f"at most {clock(max(0.0, rest.left / cost.speed - seconds))} left"
+        cell = self._cells[self._number - 1]
+        first, *_, last = cell.latest_line.split(" · ") * 2  # its own account of itself
         inside = f": {first}, {last}" if last.endswith("left") else ""
-        return f"{line} · {self._current.cell.name}{inside}"
+        place = f"cell {self._number} of {cost.cells}, {cost.done} done"
+        return f"{place} · {left} · {cell.name}{inside}"
 
     def _say(self, text: str) -> None:
-        self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def print_plan(grid: Grid, runs: Sequence[CellRun], speed: float | None) -> None:
+def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
     """All cells with what they cost, and the sum.
 
     Args:
         grid: The comparison.
-        runs: Its cells.
+        cells: Its cells.
         speed: Token passes per second; None for that of the cells that are done.
     """
-    cost = _Cost.of(runs)
+    cost = _Cost(cells)
     speed = speed or cost.speed
     print(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
     table = Table()
     table.add_column("run", overflow="fold")
     for name in ("seeds", "targets", "token passes at most", "hours", "done"):
         table.add_column(name, justify="right")
-    for place in dict.fromkeys(run.cell.place for run in runs):
-        here = [run for run in runs if run.cell.place == place]
-        part, targets = _Cost.of(here), here[0].cell.targets
+    for place in dict.fromkeys(cell.place for cell in cells):
+        alike = [cell for cell in cells if cell.place == place]
+        part, targets = _Cost(alike), alike[0].targets
         table.add_row(
             place,
             str(part.cells),
             "?" if targets is None else str(targets),
-            "unknown" if part.unknown else f"{part.token_passes:,}",
-            f"{part.token_passes / speed / 3600:.2f}" if speed and not part.unknown else "?",
-            f"{part.share:.0%}" if part.unknown else f"{part.done_passes / part.token_passes:.0%}",
+            "unknown" if part.unknown else f"{part.total:,}",
+            f"{part.total / speed / 3600:.2f}" if speed and not part.unknown else "?",
+            f"{part.share:.0%}",
         )
-    screen = Console()
-    screen.print(table)
-    left = cost.token_passes - cost.done_passes
+    Console().print(table)
     unit = "steps" if grid.axis == "step" else "token passes"
-    for budgets, lengths in _lengths_by_budgets(grid).items():
-        of_size = "" if not grid.sizes else f" (N = {', '.join(map(str, lengths))})"
-        values = ", ".join(f"{budget:,}" for budget in budgets)
+    for size in grid.all_sizes if grid.sizes else grid.all_sizes[:1]:
+        values = ", ".join(f"{budget:,}" for budget in size.budgets)
+        of_size = f" (N = {size.prompt_length})" if grid.sizes else ""
         print(f"budgets: {values} {unit} per target{of_size}, all read from the longest's traces")
-    print(f"{cost.token_passes:,} token passes at most in all, {left:,.0f} of them left")
+    print(f"{cost.total:,} token passes at most in all, {cost.left:,.0f} of them left")
     if cost.unknown:
         print(
             f"not counted: {cost.unknown} cells whose cost only their runs will know (a search "
             "counted in steps, or targets that the LM has to encode); `token_budgets` bound it"
         )
     if speed:
-        print(f"at {speed:,.0f} token passes per second: {left / speed / 3600:.1f} hours left")
+        print(f"at {speed:,.0f} token passes per second: {cost.left / speed / 3600:.1f} hours left")
     else:
         print("hours: give `--speed`, or run a cell; `python -m dlmi bench` measures it")
-
-
-def _lengths_by_budgets(grid: Grid) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
-    for size in grid.all_sizes:
-        found.setdefault(tuple(size.budgets or ()), []).append(size.prompt_length)
-    return found

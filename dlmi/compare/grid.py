@@ -1,16 +1,15 @@
 """The grid: what a comparison consists of, cell by cell, checked before anything runs."""
 
-import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dlmi.compare.cells import Cell
 from dlmi.compare.cost import count_targets, most_token_passes
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.report.result_files import Axis
@@ -47,12 +46,12 @@ class Size:
     Args:
         prompt_length: Prompt length, N.
         target_length: Length of generated targets, M; that of `data` if not given.
-        budgets: Budgets of this size, counted as those of the grid; the grid's if not given.
+        budgets: Budgets of this size, counted as those of the grid; the grid's if empty.
     """
 
     prompt_length: int
     target_length: int | None = None
-    budgets: list[int] | None = None
+    budgets: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,50 +91,11 @@ class Grid:
         return "step" if self.token_budgets is None else "token_passes"
 
     @property
-    def budgets(self) -> list[int]:
-        """Ascending; of sizes that have none of their own."""
-        return sorted(self.steps or self.token_budgets or [])
-
-    @property
     def all_sizes(self) -> list[Size]:
-        """Those given, each with its budgets."""
+        """Those given, each with its budgets, ascending."""
         sizes = self.sizes or [Size(length) for length in self.prompt_lengths]
-        return [
-            dataclasses.replace(size, budgets=sorted(size.budgets or self.budgets))
-            for size in sizes
-        ]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run of the grid.
-
-    Attributes:
-        place: Which of its runs it is, but for the seed.
-        seed: The seed.
-        label: The method's name in the grid.
-        config: The method's configuration file.
-        overrides: What the grid changes in it.
-        budgets: At which its traces are read, ascending.
-        settings: Everything, as `fit` will see it.
-        targets: How many it inverts; None where only the run will know.
-        token_passes: What all of them cost at most; None likewise.
-    """
-
-    place: str
-    seed: int
-    label: str
-    config: Path
-    overrides: dict[str, Any]
-    budgets: list[int]
-    settings: dict[str, Any]
-    targets: int | None
-    token_passes: int | None
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"{self.place}-seed{self.seed}"
+        usual = self.steps or self.token_budgets or []
+        return [dataclasses.replace(s, budgets=sorted(s.budgets or usual)) for s in sizes]
 
 
 def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
@@ -151,8 +111,8 @@ def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
     """
     _check(grid)
     cells: dict[str, Cell] = {}
-    for model_name, size, label in _places(grid):
-        cell = _cell(grid, beside, plan_fit, model_name, size, label)
+    for model, size, label in product(grid.models or [""], grid.all_sizes, grid.methods):
+        cell = _cell(grid, beside, plan_fit, model, size, label)
         if cell.place in cells:
             raise InputError(
                 f"Expected the names of the grid to make different folders, but "
@@ -166,115 +126,85 @@ def _check(grid: Grid) -> None:
     for name in ("methods", "seeds"):
         if not getattr(grid, name):
             raise InputError(f"Expected `{name}` to hold at least one entry, but it is empty.")
-    if bool(grid.prompt_lengths) == bool(grid.sizes):
-        raise InputError(
-            "Expected either `prompt_lengths` or `sizes` to hold at least one entry, but got "
-            f"{grid.prompt_lengths} and {grid.sizes}."
-        )
-    if (grid.steps is None) == (grid.token_budgets is None) or not grid.budgets:
-        raise InputError(
-            "Expected either `steps` or `token_budgets` to hold the budgets of the grid, but got "
-            f"{grid.steps} and {grid.token_budgets}."
-        )
-    smallest = min(min(size.budgets or []) for size in grid.all_sizes)
-    check_at_least_one("budgets", smallest=smallest)
-    for name, values in (
-        ("seeds", grid.seeds),
-        ("prompt_lengths", grid.prompt_lengths),
-        ("sizes", [(size.prompt_length, size.target_length) for size in grid.sizes]),
-    ):
-        if len(set(values)) < len(values):
-            raise InputError(f"Expected `{name}` to differ, but got {values}.")
-    for label, spec in grid.methods.items():
-        if "method" in spec.model:
+    for one, other in (("prompt_lengths", "sizes"), ("steps", "token_budgets")):
+        values = getattr(grid, one), getattr(grid, other)
+        if bool(values[0]) == bool(values[1]):
             raise InputError(
-                f"Expected the method's settings in `methods.{label}.method`, but got them in "
-                f"`methods.{label}.model.method`."
+                f"Expected either `{one}` or `{other}` to hold at least one entry, but got "
+                f"{values[0]} and {values[1]}."
             )
-        for name in _GRID_SETTINGS:
-            if name in spec.model:
-                raise InputError(
-                    f"Expected `methods.{label}.model` to leave `{name}` to the grid, but it sets "
-                    f"it to {spec.model[name]!r}."
-                )
-
-
-def _places(grid: Grid) -> Iterator[tuple[str | None, Size, str]]:
-    names: list[str | None] = [*grid.models] or [None]
-    for model_name in names:
-        for size in grid.all_sizes:
-            for label in grid.methods:
-                yield model_name, size, label
+    check_at_least_one("budgets", smallest=min(size.budgets[0] for size in grid.all_sizes))
+    sizes = [(size.prompt_length, size.target_length) for size in grid.sizes]
+    lists: dict[str, list[Any]] = {
+        "seeds": grid.seeds,
+        "prompt_lengths": grid.prompt_lengths,
+        "sizes": sizes,
+    }
+    for name, entries in lists.items():
+        if len(set(entries)) < len(entries):
+            raise InputError(f"Expected `{name}` to differ, but got {entries}.")
+    for label, spec in grid.methods.items():
+        for name in sorted(spec.model.keys() & {"method", *_GRID_SETTINGS}):
+            owner = f"`methods.{label}.method`" if name == "method" else "the grid"
+            raise InputError(
+                f"Expected `methods.{label}.model` to leave `{name}` to {owner}, but it sets it to "
+                f"{spec.model[name]!r}."
+            )
 
 
 def _with_seed(cell: Cell, seed: int) -> Cell:
-    settings = copy.deepcopy(cell.settings)
-    settings["model"]["seed"] = seed
+    settings = {**cell.settings, "model": {**cell.settings["model"], "seed": seed}}
     overrides = {**cell.overrides, "seed_everything": seed}
-    return dataclasses.replace(cell, seed=seed, settings=settings, overrides=overrides)
+    folder = cell.folder.with_name(f"{cell.place}-seed{seed}")
+    return dataclasses.replace(cell, folder=folder, settings=settings, overrides=overrides)
 
 
-def _cell(
-    grid: Grid, beside: Path, plan_fit: PlanFit, model_name: str | None, size: Size, label: str
-) -> Cell:
-    """With the first seed; parsing takes a moment, and the other seeds differ in nothing else."""
+def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, label: str) -> Cell:
+    """Without its seed: parsing takes a moment, and seeds differ in nothing else."""
     spec = grid.methods[label]
     config = beside / spec.config
     if not config.is_file():
         raise InputError(
             f"Expected `methods.{label}.config` to be a configuration file, but {config} is not."
         )
-    budgets = size.budgets or []
-    most = budgets[-1]
-    budget = (
-        {"steps": most} if grid.axis == "step" else {"steps": _NO_STEP_LIMIT, "token_budget": most}
-    )
-    every: dict[str, Any] = {"decode_at": budgets[:-1]}
+    run: dict[str, Any] = {"decode_at": size.budgets[:-1]}
     if grid.eval_every is not None:
-        every = {"eval_every": grid.eval_every}
-    data = _merged(grid.data, grid.models[model_name] if model_name else {})
+        run = {"eval_every": grid.eval_every}
+    run |= {**spec.model, "prompt_length": size.prompt_length}
+    if grid.axis == "step":
+        run["steps"] = size.budgets[-1]
+    else:
+        run |= {"steps": _NO_STEP_LIMIT, "token_budget": size.budgets[-1]}
+    if spec.method:
+        run["method"] = {"init_args": spec.method}
+    data = _merged(grid.data, grid.models.get(model, {}))
+    parts = [model, label, f"N{size.prompt_length}"]
     if size.target_length is not None:
         data = _merged(data, {"targets": {"init_args": {"length": size.target_length}}})
-    overrides: dict[str, Any] = {
-        "seed_everything": grid.seeds[0],
-        "model": {**every, **spec.model, "prompt_length": size.prompt_length, **budget},
-        "data": data,
-        "trainer": grid.trainer,
-    }
-    if spec.method:
-        overrides["model"]["method"] = {"init_args": spec.method}
+        parts.append(f"M{size.target_length}")
+    overrides = {"model": run, "data": data, "trainer": grid.trainer}
     try:
         settings, inverter, data_module = plan_fit(config, overrides)
     except InputError as error:
         raise InputError(f"Expected `methods.{label}` to be a run of `fit`: {error}") from error
+    settings["data"].pop("__path__", None)  # jsonargparse's note of the file that it came from
+    decisive = {name: settings[name] for name in ("model", "data")}
     targets = count_targets(data_module)
     per_target = most_token_passes(inverter, data_module)
-    parts = [model_name, label, f"N{size.prompt_length}"]
-    parts += [] if size.target_length is None else [f"M{size.target_length}"]
+    # No part is ever empty, so that the whole cannot look like an option.
+    place = "-".join(re.sub(r"[^\w.+-]+", "_", p).strip("_-") or "_" for p in parts if p)
     return Cell(
-        place="-".join(_folder_name(part) for part in parts if part),
-        seed=grid.seeds[0],
+        folder=Path(grid.out, place),
+        place=place,
         label=label,
+        axis=grid.axis,
+        budgets=size.budgets,
         config=config,
         overrides=overrides,
-        budgets=budgets,
-        settings=_plain(settings),
+        settings=json.loads(json.dumps(decisive)),  # as its file will say
         targets=targets,
         token_passes=None if targets is None or per_target is None else targets * per_target,
     )
-
-
-def _folder_name(name: str) -> str:
-    """A part of a folder's name; never empty, so that the whole cannot look like an option."""
-    return re.sub(r"[^\w.+-]+", "_", name).strip("_-") or "_"
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """What decides the rows of a cell, as JSON has it."""
-    model, data = settings["model"], dict(settings["data"])
-    data.pop("__path__", None)  # jsonargparse's note of the file that it came from
-    plain: dict[str, Any] = json.loads(json.dumps({"model": model, "data": data}))
-    return plain
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -284,9 +214,3 @@ def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
         if isinstance(settings[name], dict) and isinstance(changes[name], dict):
             both[name] = _merged(settings[name], changes[name])
     return both
-
-
-def as_yaml(overrides: dict[str, Any]) -> str:
-    """What a cell changes in its method's configuration, as a file for `fit`."""
-    text: str = yaml.safe_dump(overrides, sort_keys=False)
-    return text

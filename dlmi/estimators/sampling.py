@@ -17,10 +17,9 @@ Sources: Jang et al. 2017 and Maddison et al. 2017 for the first two, Paulus et 
 Gumbel-Rao, Liu et al. 2023 for ReinMax. The first two never hold their rows (`soft_embedding`); the
 others do, for a few positions at a time.
 
-Axes: B slots, S samples, N positions, V tokens, d width.
+Axes: S samples, N positions, V tokens, d width.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dlmi.estimators.noise import gumbel_noise
-from dlmi.estimators.soft_embedding import sample_columns, soft_embedding
+from dlmi.estimators.soft_embedding import sample_columns
 
 EstimatorName = Literal["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"]
 
@@ -38,49 +37,29 @@ _HELD_ENTRIES = 2**22  # of rows that are held at once: 16 MiB in float32
 _BARRED = -1e15
 
 
-def sample_embeds(
-    estimator: EstimatorName,
-    logits: Sequence[Tensor],
-    tau: Tensor,
-    matrix: Tensor,
-    seeds: Sequence[int],
-    samples: int,
-    rao_draws: int = 10,
-) -> Tensor:
-    """Embeddings of S prompts per slot, drawn by one of the estimators.
-
-    Args:
-        estimator: Which one.
-        logits: Z of each slot, B tensors (N, V).
-        tau: (B, N).
-        matrix: What each token embeds to, (V, d).
-        seeds: A noise seed for each slot.
-        samples: Prompts per slot, S.
-        rao_draws: K, the conditional draws of `gumbel_rao`.
-
-    Returns:
-        (B, S, N, d).
-    """
-    if estimator in ("gumbel_softmax", "straight_through"):
-        hard = estimator == "straight_through"
-        return soft_embedding(logits, tau, matrix, seeds, samples, hard)
-
-    def held_rows(z: Tensor, t: Tensor, seed: int) -> Tensor:
-        return _held_rows(estimator, z, t, matrix, seed, samples, rao_draws)
-
-    return torch.stack([held_rows(*slot) for slot in zip(logits, tau, seeds, strict=True)])
-
-
-def _held_rows(
-    estimator: EstimatorName,
+def held_embeds(
+    estimator: Literal["gumbel_rao", "reinmax"],
     logits: Tensor,
     tau: Tensor,
     matrix: Tensor,
     seed: int,
     samples: int,
-    rao_draws: int,
+    rao_draws: int = 10,
 ) -> Tensor:
-    """Rows times the matrix for one slot, a few positions at a time, (S, N, d)."""
+    """Embeddings of S prompts of one slot, whose rows are held for a few positions at a time.
+
+    Args:
+        estimator: Which one.
+        logits: Z, (N, V).
+        tau: (N,).
+        matrix: What each token embeds to, (V, d).
+        seed: Of the noise.
+        samples: Prompts, S.
+        rao_draws: K, the conditional draws of `gumbel_rao`.
+
+    Returns:
+        (S, N, d).
+    """
     chosen = sample_columns(logits, samples, seed)  # (S, N)
     rows_per_position = samples * rao_draws
     width = max(1, _HELD_ENTRIES // (rows_per_position * logits.shape[1]))
@@ -95,21 +74,14 @@ def _held_rows(
             noise = gumbel_noise(seed + 1, shape, part.device, part.dtype, first)
             noise = noise.view(rao_draws, samples, *part.shape)
             rows = gumbel_rao(part, part_tau, part_chosen, noise)
-        product: Tensor = rows @ matrix.to(rows.dtype)
-        return product
+        return rows @ matrix.to(rows.dtype)
 
-    parts = []
-    for first in range(0, len(logits), width):
-        # The rows are made again in the backward pass; their noise is, too, from its counter.
-        part = checkpoint(
-            embeds,
-            first,
-            logits[first : first + width],
-            tau[first : first + width],
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        parts.append(part)
+    # The rows are made again in the backward pass; their noise is, too, from its counter.
+    again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = [
+        checkpoint(embeds, i, logits[i : i + width], tau[i : i + width], **again)
+        for i in range(0, len(logits), width)
+    ]
     return torch.cat(parts, dim=1)
 
 

@@ -3,13 +3,13 @@
 Axes: S samples, N prompt tokens, V tokens a prompt may hold, d width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlmi.estimators.sampling import EstimatorName, sample_embeds
+from dlmi.estimators.sampling import EstimatorName, held_embeds
 from dlmi.estimators.soft_embedding import sample_columns, soft_embedding
 
 
@@ -57,15 +57,21 @@ def soft_embeds(prompts: Sequence[SoftPrompt], matrix: Tensor) -> list[Tensor]:
         alike.setdefault(kind, []).append(i)
     embeds: dict[int, Tensor] = {}
     for members in alike.values():
-        first = prompts[members[0]]
-        logits = [prompts[i].logits for i in members]
-        tau = torch.stack([prompts[i].tau for i in members])  # (B, N)
-        if first.estimator is None:
-            made = soft_embedding(logits, tau, matrix)  # (B, 1, N, d)
+        same = [prompts[i] for i in members]
+        made: Iterable[Tensor]
+        if (estimator := same[0].estimator) in ("gumbel_rao", "reinmax"):
+            made = [
+                held_embeds(estimator, p.logits, p.tau, matrix, p.seed, p.samples, p.rao_draws)
+                for p in same
+            ]
         else:
-            seeds = [prompts[i].seed for i in members]
-            made = sample_embeds(
-                first.estimator, logits, tau, matrix, seeds, first.samples, first.rao_draws
+            made = soft_embedding(
+                [p.logits for p in same],
+                torch.stack([p.tau for p in same]),  # (B, N)
+                matrix,
+                [p.seed for p in same] if estimator else None,
+                same[0].samples if estimator else 1,
+                hard=estimator == "straight_through",
             )
         embeds.update(zip(members, made, strict=True))
     return [embeds[i] for i in range(len(prompts))]

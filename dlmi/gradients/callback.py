@@ -119,7 +119,6 @@ class GradientStudy(InversionCallback):
             return
         for found in measure_state(run, slot, module.engine, estimators, self.settings, with_truth):
             row = GradientRow(
-                estimator=found.label,
                 trajectory=trajectory,
                 target_id=slot.target.id,
                 k=slot.target.k,
@@ -129,11 +128,9 @@ class GradientStudy(InversionCallback):
                 target_length=len(slot.target.ids),
                 num_samples=run.num_samples,
                 draws=self.settings.draws,
-                tau=found.tau,
-                truth=found.truth,
                 loss=run.loss,
                 teacher_forcing=run.teacher_forcing,
-                **found.statistics,
+                **found,
                 **self._environment,
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)

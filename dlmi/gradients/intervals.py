@@ -33,17 +33,14 @@ def jackknife(
     value = statistic(all_draws, all_blocks)
     if not math.isfinite(value):
         return UNDEFINED
-    variances, freedoms = [], []
-    for count, left in ((draws, True), (blocks, False)):
-        if count == 1:
-            continue
-        values = []
-        for out in range(count):
-            rest = [i for i in range(count) if i != out]
-            values.append(statistic(rest, all_blocks) if left else statistic(all_draws, rest))
-        replicates = torch.tensor(values, dtype=torch.float64)
-        variances.append(float(replicates.var(correction=0)) * (count - 1))
-        freedoms.append(count - 1)
+    replicates = [[statistic(_without(i, all_draws), all_blocks) for i in all_draws]]
+    if blocks > 1:
+        replicates.append([statistic(all_draws, _without(i, all_blocks)) for i in all_blocks])
+    freedoms = [len(values) - 1 for values in replicates]
+    variances = [
+        float(torch.tensor(values, dtype=torch.float64).var(correction=0)) * (len(values) - 1)
+        for values in replicates
+    ]
     total = math.fsum(variances)
     if not math.isfinite(total):
         return Statistic(value, None, None)
@@ -53,6 +50,10 @@ def jackknife(
     freedom = total**2 / sum(variance**2 / free for variance, free in parts)
     low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
     return Statistic(value, float(low), float(high))
+
+
+def _without(left_out: int, indices: Indices) -> list[int]:
+    return [i for i in indices if i != left_out]
 
 
 def exponential(logarithm: Statistic) -> Statistic:

@@ -21,8 +21,6 @@ Axes: K draws, T blocks, P logits.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,10 +46,7 @@ def measure(
         coverage: Of a sparse estimator.
     """
     products = inner_products(gradients, gradients)
-    found = {
-        **dict.fromkeys(STATISTICS, UNDEFINED),
-        "variance_max": variance_max(gradients),
-    }
+    found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}
     if coverage is None or coverage.shows_spread:
         found.update(spread(products))
     if truth is not None:
@@ -61,7 +56,7 @@ def measure(
             own = products if truth.coordinates is None else inner_products(known, known)
             cross = inner_products(known, truth.blocks)
             found.update(agreement(own, cross, inner_products(truth.blocks, truth.blocks)))
-    return {name: found[name] for name in STATISTICS}
+    return found
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -94,16 +89,12 @@ def squared_snr(products: Tensor, indices: Indices) -> float:
 
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-    squared = jackknife(partial(_of_draws, squared_snr, products), len(products))
-    is_seen = squared.value is not None and squared.value > 0
-    norm = jackknife(partial(_of_draws, squared_norm, products), len(products))
+    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+    norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
+    inverted = (squared.value, squared.high, squared.low)
     return {
         "snr": square_root(squared),
-        "relative_variance": Statistic(
-            1 / squared.value if is_seen and squared.value else None,
-            1 / squared.high if squared.high and squared.high > 0 else None,
-            1 / squared.low if squared.low and squared.low > 0 else None,
-        ),
+        "relative_variance": Statistic(*(1 / end if end and end > 0 else None for end in inverted)),
         "norm": square_root(norm),
     }
 
@@ -147,17 +138,8 @@ def _is_above_zero(products: Tensor) -> bool:
     """
     if len(products) == 1:
         return float(products) > 0
-    for measure_of in (squared_norm, squared_snr):
-        found = jackknife(partial(_of_draws, measure_of, products), len(products))
-        if found.low is not None and found.low > 0:
-            return True
-    return False
-
-
-def _of_draws(
-    function: Callable[[Tensor, Indices], float], products: Tensor, draws: Indices, _: Indices
-) -> float:
-    return function(products, draws)
+    found = spread(products)
+    return any((found[name].low or 0) > 0 for name in ("norm", "snr"))
 
 
 def variance_max(gradients: Tensor) -> Statistic:

@@ -36,15 +36,7 @@ _PILOT_BATCHES = 4
 
 @dataclass(frozen=True)
 class StudySettings:
-    """How much is drawn.
-
-    Attributes:
-        draws: Gradients of each estimator, K.
-        truth: How the true gradient is found.
-        truth_samples: Prompts that it takes.
-        truth_blocks: Independent parts that they are split into.
-        coordinates: Logits of a `conditional` truth.
-    """
+    """How much is drawn; as `GradientStudy` has it."""
 
     draws: int = 5
     truth: TruthName = "rloo"
@@ -67,23 +59,6 @@ class StudySettings:
         check_at_least_one("study", coordinates=self.coordinates)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """An estimator at a state.
-
-    Attributes:
-        label: How rows call it.
-        tau: Mean of its temperatures; None where it has none.
-        truth: What it was compared with, as `GradientRow` has it.
-        statistics: `Statistic`s by name.
-    """
-
-    label: str
-    tau: float | None
-    truth: dict[str, Any] | None
-    statistics: dict[str, Any]
-
-
 def measure_state(
     run: Estimator,
     slot: Slot,
@@ -91,7 +66,7 @@ def measure_state(
     estimators: Sequence[Estimator],
     settings: StudySettings,
     with_truth: bool = True,
-) -> Iterator[Measurement]:
+) -> Iterator[dict[str, Any]]:
     """Measure one estimator after the other at the values that a slot has now.
 
     Args:
@@ -101,6 +76,9 @@ def measure_state(
         estimators: What is measured, with the run's loss, decode and samples.
         settings: How much is drawn.
         with_truth: Whether bias is measured, too.
+
+    Yields:
+        What a `GradientRow` says of each: `estimator`, `tau`, `truth` and the statistics.
     """
     logits, samples = slot.params["Z"].detach(), run.num_samples
     loss = hard_loss(run, slot, reader)
@@ -121,12 +99,12 @@ def measure_state(
     for method, state in pairs:
         gradients = draw_gradients(method, state, slot, range(settings.draws), reader)
         tau = method.diagnostics(DrawSlot.of(slot, method), state).get("tau")
-        yield Measurement(
-            label(method),
-            None if tau is None else float(tau.mean()),
-            description,
-            measure(gradients, truth, coverage if is_sparse(method) else None),
-        )
+        yield {
+            "estimator": label(method),
+            "tau": None if tau is None else float(tau.mean()),
+            "truth": description,
+            **measure(gradients, truth, coverage if is_sparse(method) else None),
+        }
 
 
 def _find_truth(
@@ -139,10 +117,9 @@ def _find_truth(
         seeds = [slot.seed(f"gradients/{purpose}") for purpose in ("coordinates", "truth")]
         chosen = choose_coordinates(logits, pilots, settings.coordinates, seeds[0])
         return conditional_truth(loss, logits, chosen, count, settings.truth_blocks, seeds[1])
-    is_rloo = settings.truth == "rloo"
-    blocks = range(settings.truth_blocks if is_rloo else AS_IN_CODE_DRAWS)
-    seeds = [slot.seed(f"gradients/truth/{block}") for block in blocks]
-    if is_rloo:
+    blocks = settings.truth_blocks if settings.truth == "rloo" else AS_IN_CODE_DRAWS
+    seeds = [slot.seed(f"gradients/truth/{block}") for block in range(blocks)]
+    if settings.truth == "rloo":
         return rloo_truth(loss, logits, count, seeds)
     return as_in_code_reference(loss, logits, samples, seeds)
 
@@ -166,17 +143,14 @@ def choose_coordinates(logits: Tensor, pilots: Iterator[Tensor], count: int, see
     drawn = sample_prompts(logits, count, seed)  # (P, N)
     positions = torch.arange(len(logits), device=drawn.device)
     random = (positions * logits.shape[1] + drawn).flatten().tolist()
-    chosen = dict.fromkeys(list(dict.fromkeys(ranked))[: count - count // 2])
-    for coordinate in [*random, *ranked]:
-        if len(chosen) == count:
-            break
-        chosen[coordinate] = None
+    first = list(dict.fromkeys(ranked))[: count - count // 2]
+    chosen = list(dict.fromkeys([*first, *random, *ranked]))[:count]
     return torch.tensor(sorted(chosen), device=logits.device)
 
 
 def _describe(truth: Truth) -> dict[str, Any]:
-    blocks = list(range(len(truth.blocks)))
-    square = squared_norm(inner_products(truth.blocks, truth.blocks), blocks)
+    blocks = range(len(truth.blocks))
+    square = squared_norm(inner_products(truth.blocks, truth.blocks), list(blocks))
     return {
         "kind": truth.kind,
         "samples": truth.samples,

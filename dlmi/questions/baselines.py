@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.questions.scoring import Accuracy, Decoding, relative_change, score_prompt
+from dlmi.questions.scoring import Accuracy, Decoding, score_prompt
 from dlmi.targets.questions import Question
 from dlmi.targets.template import Template
 from dlmi.tokens.token_sets import select_tokens
@@ -55,6 +55,6 @@ def score_each(
 
 
 def changes(scores: dict[str, Accuracy]) -> dict[str, float | None]:
-    """The relative change of each score against the empty slot."""
-    baseline = scores[EMPTY].value
-    return {name: relative_change(score.value, baseline) for name, score in scores.items()}
+    """(acc - acc0) / acc0 of each score against the empty slot; None where that has none right."""
+    first = scores[EMPTY].value
+    return {name: (s.value - first) / first if first else None for name, s in scores.items()}

@@ -40,10 +40,8 @@ class Decoding:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_reasoning_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(
-                    f"Expected `{name}` to be at least 1, but got {getattr(self, name)}."
-                )
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Answered:
     """What came of one question.
 
     Attributes:
-        question: The question.
+        question: As it was asked.
         expected: The right answer, normalised.
         output_text: What the LM said; in two stages, with its reasoning and the trigger.
         answer: What was found in it, normalised.
@@ -67,13 +65,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one prompt over some questions.
-
-    Attributes:
-        prompt_text: The prompt, as text.
-        prompt_ids: Its ids, where it was given as ids.
-        answered: Every question.
-    """
+    """Of one prompt over some questions; the ids are there where it was given as ids."""
 
     prompt_text: str
     prompt_ids: tuple[int, ...] | None
@@ -94,11 +86,6 @@ class Accuracy:
         """Wilson's at 95%."""
         interval = binomtest(self.right, len(self.answered)).proportion_ci(method="wilson")
         return float(interval.low), float(interval.high)
-
-
-def relative_change(accuracy: float, baseline: float) -> float | None:
-    """(acc - acc0) / acc0; None where the baseline has none right."""
-    return (accuracy - baseline) / baseline if baseline else None
 
 
 def check_template(template: Template) -> None:

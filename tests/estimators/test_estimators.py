@@ -11,11 +11,11 @@ from dlmi.estimators.sampling import (
     _conditional_perturbation,
     gumbel_softmax,
     reinmax,
-    sample_embeds,
     with_forward,
 )
 from dlmi.estimators.score_function import sample_log_probs, score_function_surrogate
 from dlmi.estimators.soft_embedding import sample_columns
+from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 
 N, V = 2, 3
 TAU = torch.tensor([0.7, 1.3], dtype=torch.float64)
@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 def sample_rows(name, num_samples, logits, tau, seed, rao_draws=10):
     """Rows themselves: embeddings under the identity, (S, N, V)."""
     matrix = torch.eye(logits.shape[-1], dtype=logits.dtype)
-    return sample_embeds(name, [logits], tau[None], matrix, [seed], num_samples, rao_draws)[0]
+    prompt = SoftPrompt(logits, tau, name, num_samples, seed, rao_draws)
+    return soft_embeds([prompt], matrix)[0]
 
 
 def generator(seed=0):

@@ -198,7 +198,6 @@ def test_interpreted_kernels():
         [sys.executable, "-m", "pytest", "-q", str(checks)],
         capture_output=True,
         text=True,
-        timeout=240,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stdout[-3000:]
@@ -214,7 +213,7 @@ def test_kernels_compile_for_nvidia_and_amd():
         from triton.compiler import ASTSource
         from dlmi.estimators.soft_embedding import kernels
 
-        pointers = {"words": "*i32", "masks": "*i32", "multipliers": "*i32", "largests": "*i64"}
+        pointers = {"words": "*i32", "keys": "*i32", "largests": "*i64"}
         numbers = {"positions", "count", "first", "width", "samples"}
         targets = (
             ("cuda", 80, 32, "cubin"), ("cuda", 90, 32, "cubin"), ("hip", "gfx942", 64, "hsaco")
@@ -235,7 +234,7 @@ def test_kernels_compile_for_nvidia_and_amd():
                     print(backend, arch, name, len(compiled.asm[binary]))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     sizes = [int(line.split()[-1]) for line in done.stdout.splitlines()]

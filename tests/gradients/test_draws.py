@@ -103,8 +103,8 @@ def test_pilots_are_drawn_with_a_seed_of_their_own():
     ema = ESTIMATORS["reinforce"]
     draws = draw_gradients(ema, REINFORCEState(average), slot, range(3), READER)
     [found] = measure_state(run, slot, READER, [ema], StudySettings(3), with_truth=False)
-    assert found.statistics["variance_max"].value == pytest.approx(float(draws.var(0).max()))
-    assert found.tau is None
+    assert found["variance_max"].value == pytest.approx(float(draws.var(0).max()))
+    assert found["tau"] is None
 
 
 def test_labels_tell_estimators_apart():

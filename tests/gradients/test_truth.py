@@ -147,7 +147,7 @@ def test_against_the_authors_reference_the_order_of_temperatures_turns_round():
     for kind in ("exact", "as_in_code"):
         study = StudySettings(40, kind, truth_samples=64)
         for m in measure_state(chosen[0], toy_slot(LOGITS), READER, chosen, study):
-            found[kind, m.label] = m.statistics["bias_max"].value
+            found[kind, m["estimator"]] = m["bias_max"].value
     one, hundred = map(label, chosen)
     assert found["exact", hundred] > found["exact", one]
     assert found["as_in_code", hundred] < 0.1 * found["as_in_code", one]

@@ -11,7 +11,6 @@ from dlmi.questions.scoring import (
     Answered,
     Decoding,
     check_template,
-    relative_change,
     score_prompt,
 )
 from dlmi.targets.answers import normalise
@@ -67,8 +66,6 @@ def test_a_template_has_one_question(text):
 
 
 def test_change_is_relative_to_the_empty_slot(tiny):
-    assert relative_change(0.6, 0.4) == pytest.approx(0.5)
-    assert relative_change(0.6, 0.0) is None
     questions = questions_of(tiny, "", wrong=(0,))
     scores = dict(score_each(tiny, TEMPLATE, ["w9", [4, 5, 6]], questions, SHORT, draws=2))
     assert list(scores) == [
@@ -78,6 +75,8 @@ def test_change_is_relative_to_the_empty_slot(tiny):
     assert changes(scores)["nothing"] == 0
     for name, change in changes(scores).items():
         assert change == pytest.approx(scores[name].right / 5 - 1)
+    none_right = {"nothing": Accuracy("", None, (Answered("", "1", "", None, False),))}
+    assert changes(none_right) == {"nothing": None}
     assert len(scores["random 1"].prompt_ids) == 3  # as long as the longest prompt
 
 

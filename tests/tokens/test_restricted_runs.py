@@ -12,8 +12,7 @@ from helpers.runs import StopAfter
 from helpers.slots import open_slot
 
 from dlmi import InputError, Inverter, Target, Vocabulary, load_lm
-from dlmi.estimators.sampling import sample_embeds
-from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.estimators.temperature import row_entropy
 from dlmi.gradients import read_gradient_rows
 from dlmi.gradients.callback import GradientStudy
@@ -72,7 +71,8 @@ def test_a_barred_token_is_as_good_as_absent(estimator, smallest_tau):
         z[:, 30:] = -torch.inf
         z.requires_grad_()
         taus = tau.clone().requires_grad_(estimator != "reinmax")
-        embeds = sample_embeds(estimator, [z], taus, matrix[:count], [7], 3, rao_draws=2)
+        prompt = SoftPrompt(z, taus[0], estimator, samples=3, seed=7, rao_draws=2)
+        [embeds] = soft_embeds([prompt], matrix[:count])
         wanted = [z, taus] if taus.requires_grad else [z]
         gradients = torch.autograd.grad(embeds.sin().sum(), wanted)
         assert (gradients[0][:, 30:] == 0).all()

@@ -8,7 +8,9 @@ gradients. The products themselves are PyTorch's. Nothing is added up in an orde
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,12 +30,15 @@ _LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _entries(
-    logits, words, mask_key, multiplier_key, inverse_tau, columns, count, NOISE: tl.constexpr
+    logits, words, keys, inverse_taus, positions, count, row, columns, NOISE: tl.constexpr
 ):
     """(Z + g) / tau at some columns of one row; -inf beyond the last."""
     inside = columns < count
-    entries = tl.load(logits + columns, mask=inside, other=-float("inf"))
+    place = logits + (row % positions).to(tl.int64) * count + columns
+    entries = tl.load(place, mask=inside, other=-float("inf"))
     if NOISE:
+        mask_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+        multiplier_key = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
         word = tl.load(words + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
         word = (word ^ mask_key) * multiplier_key
         word = (word ^ (word >> _SHIFT)) * _MULTIPLIER
@@ -43,47 +48,31 @@ def _entries(
         lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)
         exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / lost))
         entries -= tl.log(exponential)
-    return entries * inverse_tau
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_keys(masks, multipliers, row, NOISE: tl.constexpr):
-    mask_key = tl.zeros((), tl.uint32)
-    multiplier_key = tl.zeros((), tl.uint32)
-    if NOISE:
-        mask_key = tl.load(masks + row).to(tl.uint32, bitcast=True)
-        multiplier_key = tl.load(multipliers + row).to(tl.uint32, bitcast=True)
-    return mask_key, multiplier_key
+    return entries * tl.load(inverse_taus + row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(
     logits,
     words,
-    masks,
-    multipliers,
+    keys,
     inverse_taus,
+    positions,
+    count,
     peaks,
     totals,
     largests,
-    positions,
-    count,
     NOISE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per row: its largest entry, the column of that, and the sum around it."""
     row = tl.program_id(0)
-    logits += (row % positions).to(tl.int64) * count
-    mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
-    inverse_tau = tl.load(inverse_taus + row)
-    peak = tl.full((), _LOWEST, inverse_tau.dtype)
-    total = tl.zeros((), inverse_tau.dtype)
+    peak = tl.full((), _LOWEST, peaks.dtype.element_ty)
+    total = tl.zeros((), peaks.dtype.element_ty)
     largest = tl.zeros((), tl.int64)
     for start in range(0, count, TILE):
         columns = start + tl.arange(0, TILE)
-        x = _entries(
-            logits, words, mask_key, multiplier_key, inverse_tau, columns, count, NOISE=NOISE
-        )
+        x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
         highest, where = tl.max(x, 0, return_indices=True)
         largest = tl.where(highest > peak, where.to(tl.int64) + start, largest)
         higher = tl.maximum(peak, highest)
@@ -98,13 +87,12 @@ def _sums_kernel(
 def _weights_kernel(
     logits,
     words,
-    masks,
-    multipliers,
+    keys,
     inverse_taus,
-    peaks,
-    weights,
     positions,
     count,
+    peaks,
+    weights,
     first,
     width,
     NOISE: tl.constexpr,
@@ -112,19 +100,9 @@ def _weights_kernel(
 ):
     """One program per row and tile: exp(x - peak) at the columns first to first + width."""
     row = tl.program_id(0)
-    logits += (row % positions).to(tl.int64) * count
-    mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = _entries(
-        logits,
-        words,
-        mask_key,
-        multiplier_key,
-        tl.load(inverse_taus + row),
-        first + offsets,
-        count,
-        NOISE=NOISE,
-    )
+    columns = first + offsets
+    x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
     values = tl.exp(x - tl.load(peaks + row))
     tl.store(weights + row.to(tl.int64) * width + offsets, values, mask=offsets < width)
 
@@ -133,17 +111,16 @@ def _weights_kernel(
 def _gradient_kernel(
     logits,
     words,
-    masks,
-    multipliers,
+    keys,
     inverse_taus,
+    positions,
+    count,
     peaks,
     means,
     products,
     logit_gradients,
     tau_parts,
     samples,
-    positions,
-    count,
     first,
     width,
     NOISE: tl.constexpr,
@@ -153,30 +130,20 @@ def _gradient_kernel(
     position = tl.program_id(0)
     tile = tl.program_id(1)
     offsets = tile * TILE + tl.arange(0, TILE)
+    columns = first + offsets
     inside = offsets < width
-    logits += position.to(tl.int64) * count
     inverse_tau = tl.load(inverse_taus + position)
     by_logit = tl.zeros((TILE,), inverse_tau.dtype)
     by_tau = tl.zeros((TILE,), inverse_tau.dtype)
     for sample in range(samples):
         row = sample * positions + position
-        mask_key, multiplier_key = _row_keys(masks, multipliers, row, NOISE)
-        x = _entries(
-            logits,
-            words,
-            mask_key,
-            multiplier_key,
-            inverse_tau,
-            first + offsets,
-            count,
-            NOISE=NOISE,
-        )
+        x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
         x -= tl.load(peaks + row)
         product = tl.load(products + row.to(tl.int64) * width + offsets, mask=inside, other=0.0)
         by_x = tl.where(inside, (product - tl.load(means + row)) * tl.exp(x), 0.0)
         by_logit += by_x
         by_tau += by_x * tl.where(x > _LOWEST, x, 0.0)  # barred: -inf times 0 would be nan
-    place = logit_gradients + position.to(tl.int64) * count + first + offsets
+    place = logit_gradients + position.to(tl.int64) * count + columns
     before = tl.load(place, mask=inside, other=0.0)
     tl.store(place, before + by_logit * inverse_tau, mask=inside)
     tl.store(tau_parts + position * tl.num_programs(1) + tile, tl.sum(by_tau, 0) * inverse_tau)
@@ -184,33 +151,17 @@ def _gradient_kernel(
 
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`."""
-    for slot, span in group.spans():
-        _sums_kernel[(span.stop - span.start,)](
-            *_row_arguments(group, slot, span),
-            sums.peak[span],
-            sums.total[span],
-            sums.largest[span],
-            group.positions,
-            group.columns,
-            NOISE=group.keys is not None,
-            TILE=_TILE,
-        )
+    rows = _row_arguments(group)
+    options = {"NOISE": group.keys is not None, "TILE": _TILE}
+    for span, own in rows:
+        results = (sums.peak[span], sums.total[span], sums.largest[span])
+        _sums_kernel[(span.stop - span.start,)](*own, *results, **options)
     sums.soft.zero_()
-    for first in range(0, group.columns, _COLUMNS):
-        width = min(_COLUMNS, group.columns - first)
+    for first, width in _blocks(group):
         weights = sums.soft.new_empty(group.rows, width)
-        for slot, span in group.spans():
-            _weights_kernel[(span.stop - span.start, triton.cdiv(width, _TILE))](
-                *_row_arguments(group, slot, span),
-                sums.peak[span],
-                weights[span],
-                group.positions,
-                group.columns,
-                first,
-                width,
-                NOISE=group.keys is not None,
-                TILE=_TILE,
-            )
+        for span, own in rows:
+            grid = (span.stop - span.start, triton.cdiv(width, _TILE))
+            _weights_kernel[grid](*own, sums.peak[span], weights[span], first, width, **options)
         sums.soft.addmm_(weights, matrix[first : first + width].to(weights.dtype))
     sums.soft.div_(sums.total)
 
@@ -226,22 +177,20 @@ def backward(
     """Add what the group gives to the gradients; as `plain.backward`."""
     gradient = gradient / sums.total
     means = (gradient * sums.soft).sum(-1, keepdim=True)
-    for first in range(0, group.columns, _COLUMNS):
-        width = min(_COLUMNS, group.columns - first)
+    rows = _row_arguments(group)
+    for first, width in _blocks(group):
         product = gradient @ matrix[first : first + width].to(gradient.dtype).T
-        for slot, span in group.spans():
-            grid = (group.positions, triton.cdiv(width, _TILE))
+        grid = (group.positions, triton.cdiv(width, _TILE))
+        for (slot, _), (span, own) in zip(group.spans(), rows, strict=True):
             tau_parts = gradient.new_empty(grid)
             _gradient_kernel[grid](
-                *_row_arguments(group, slot, span),
+                *own,
                 sums.peak[span],
                 means[span],
                 product[span],
                 logit_gradients[slot],
                 tau_parts,
                 (span.stop - span.start) // group.positions,
-                group.positions,
-                group.columns,
                 first,
                 width,
                 NOISE=group.keys is not None,
@@ -251,8 +200,19 @@ def backward(
                 tau_gradient[slot].sub_(tau_parts.sum(-1))
 
 
-def _row_arguments(group: RowGroup, slot: int, span: slice) -> tuple[Tensor, ...]:
-    """What every kernel reads first: logits, column words, the rows' keys and 1 / tau."""
+def _blocks(group: RowGroup) -> list[tuple[int, int]]:
+    """First column and width of each block that is written."""
+    starts = range(0, group.columns, _COLUMNS)
+    return [(first, min(_COLUMNS, group.columns - first)) for first in starts]
+
+
+def _row_arguments(group: RowGroup) -> list[tuple[slice, tuple[Any, ...]]]:
+    """The rows of each slot, and what every kernel reads first of them: see `_entries`."""
     words = column_words(group.columns, group.inverse_tau.device)
-    masks, multipliers = (words, words) if group.keys is None else (k[span] for k in group.keys)
-    return group.logits[slot], words, masks, multipliers, group.inverse_tau[span]
+    # Without noise nothing is read there.
+    keys = words.expand(group.rows, -1) if group.keys is None else torch.cat(group.keys, dim=1)
+    shape = (group.positions, group.columns)
+    return [
+        (span, (group.logits[slot], words, keys[span], group.inverse_tau[span], *shape))
+        for slot, span in group.spans()
+    ]
