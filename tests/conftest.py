@@ -3,11 +3,13 @@
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from helpers import subprocess_runs
 from helpers.methods import METHODS, RUN_OPTIONS, make_inverter
 from helpers.tiny_models import SIZES, VOCAB, make_config, make_tokenizer
 from lightning.pytorch import Trainer
@@ -73,23 +75,32 @@ def data(model_folder):
 @pytest.fixture
 def fit(tmp_path):
     """Invert the targets of a data module; gives the finished rows by target id."""
+    return partial(_fit, tmp_path)
 
-    def run(model, data_module, ckpt_path=None, callbacks=(), **trainer_options):
-        options = {
-            "max_epochs": -1,
-            "accelerator": "cpu",
-            "default_root_dir": tmp_path,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": list(callbacks),
-        }
-        trainer = Trainer(**{**options, **trainer_options})
-        trainer.fit(model, datamodule=data_module, ckpt_path=ckpt_path, weights_only=True)
-        return {row.target_id: row for row in model.finished}
 
-    return run
+def _fit(folder, model, data_module, ckpt_path=None, callbacks=(), **trainer_options):
+    options = {
+        "max_epochs": -1,
+        "accelerator": "cpu",
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": list(callbacks),
+    }
+    trainer = Trainer(**{**options, **trainer_options})
+    trainer.fit(model, datamodule=data_module, ckpt_path=ckpt_path, weights_only=True)
+    return {row.target_id: row for row in model.finished}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(model_folder, tmp_path_factory):
+    """What comes of the run of `subprocess_runs` if nothing happens to it, in one process."""
+    source = ByRank(**subprocess_runs.TARGETS)
+    module = TargetDataModule(lm=str(model_folder()), targets=source, **subprocess_runs.DATA)
+    rows = _fit(tmp_path_factory.mktemp("undisturbed"), subprocess_runs.make_run(), module)
+    return subprocess_runs.outcome(rows.values())
 
 
 def _maker(name):
@@ -123,6 +134,9 @@ def few_threads():
 def pytest_configure(config):
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Of processes that tests start: threads that wait for one another in a spin waste the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # lightning's own calls
     # A compiler's cache that a killed run left half-written would fail others.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="dlmi-inductor-")
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dlmi import Inverter, read_rows
@@ -15,9 +16,9 @@ from dlmi.rows import count_finished
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("lightning_logs") / "version_0"
-# Twelve targets of 60 steps: long enough to be cut off, short enough to be run often.
+# Twelve targets of 40 steps: long enough to be cut off, short enough to be run often.
 METHOD = {"tau0": 1.0, "num_samples": 2}
-SETTINGS = {"prompt_length": 5, "steps": 60, "eval_every": 5}
+SETTINGS = {"prompt_length": 5, "steps": 40, "eval_every": 5}
 DATA = {"dtype": "float64", "batch_size": 2}
 TARGETS = {"k": (3,), "per_k": 12, "length": 4}
 HANGS = 900  # seconds: ten times what these runs take on a slow machine
@@ -43,7 +44,8 @@ def fit_flags(lm, *more):
 def start(arguments, cwd, launcher=("-m", "dlmi"), prefix=(), **environment):
     """A process group of its own, so that all its workers can be killed at once."""
     command = [*prefix, sys.executable, *launcher, *map(str, arguments)]
-    names = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    names = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
         command,
@@ -66,15 +68,36 @@ def finish(process, exit_code=0, seconds=HANGS):
     return output, errors
 
 
-def wait_for_rows(process, folder, count, seconds=HANGS):
+def start_and_pause(arguments, cwd, rows, **environment):
+    """A run all of whose workers have stopped themselves, with that many rows or a few more."""
+    launcher = ("-m", "helpers.pausing")
+    process = start(arguments, cwd, launcher, PAUSE_AFTER=str(rows), **environment)
+    _wait(process, lambda: all(map(_is_stopped, [process.pid, *children(process)])))
+    return process
+
+
+def _is_stopped(pid):
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def signal_and_go_on(process, number):
+    """A signal for worker 0 alone, which finds it where it has stopped."""
+    process.send_signal(number)
+    os.killpg(process.pid, signal.SIGCONT)
+
+
+def wait_for_rows(process, folder, count):
     """Until that many targets are done with."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if count_finished(folder) >= count:
-            return
+    _wait(process, lambda: count_finished(folder) >= count)
+
+
+def _wait(process, is_there):
+    deadline = time.monotonic() + HANGS
+    while not is_there():
+        if time.monotonic() > deadline or process.poll() is not None:
+            kill_all(process)
+            pytest.fail(f"ended or hangs: {process.communicate()}")
         time.sleep(0.02)
-    kill_all(process)
-    pytest.fail(f"no {count} rows: {process.communicate()}")
 
 
 def kill_all(process):

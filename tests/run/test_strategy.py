@@ -9,15 +9,11 @@ from datetime import timedelta
 
 import pytest
 from helpers.subprocess_runs import (
-    DATA,
     HANGS,
     ROOT,
     RUN,
-    TARGETS,
     finish,
     fit_flags,
-    make_run,
-    outcome,
     outcome_in,
     start,
 )
@@ -91,17 +87,11 @@ def test_a_worker_that_never_comes_is_not_waited_for(make_workers):
         zero.barrier(within=0)
 
 
-@pytest.fixture
-def expected(model_folder, data, fit):
-    """The rows of one process."""
-    return outcome(fit(make_run(), data(**DATA, **TARGETS)).values())
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_workers_gives_the_same_rows(workers, model_folder, tmp_path, expected):
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_workers_gives_the_same_rows(workers, model_folder, tmp_path, undisturbed):
     process = start(fit_flags(model_folder(), "--trainer.devices", workers), tmp_path)
     output, errors = finish(process)
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
     assert f"on each of {workers} workers" in output
     assert output.count("\nk3_sample") == 12  # the screen shows all workers' targets
     assert "│ 3 │      12 │" in output
@@ -117,23 +107,23 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def test_torchrun(model_folder, tmp_path, expected):
+def test_torchrun(model_folder, tmp_path, undisturbed):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "dlmi")
     finish(start(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path, launcher))
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
 
 
-def test_two_nodes(model_folder, tmp_path, expected):
+def test_two_nodes(model_folder, tmp_path, undisturbed):
     """Two machines are two commands with the same address and their own NODE_RANK."""
     flags = fit_flags(model_folder(), "--trainer.devices", 1, "--trainer.num_nodes", 2)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     nodes = [start(flags, tmp_path, NODE_RANK=str(node), **place) for node in range(2)]
     for node in nodes:
         finish(node)
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
 
 
-def test_slurm_starts_the_workers(model_folder, tmp_path, expected):
+def test_slurm_starts_the_workers(model_folder, tmp_path, undisturbed):
     flags = fit_flags(model_folder(), "--trainer.devices", 2)
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "invert", "SLURM_NTASKS": "2"}
     job |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
@@ -144,7 +134,7 @@ def test_slurm_starts_the_workers(model_folder, tmp_path, expected):
     ]
     for task in tasks:
         finish(task)
-    assert outcome_in(tmp_path / RUN) == expected
+    assert outcome_in(tmp_path / RUN) == undisturbed
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
@@ -170,8 +160,10 @@ def test_a_worker_that_dies_on_its_way_ends_the_run(model_folder, tmp_path):
     assert "worker 1 of 2 has ended (exit code 2)" in errors
 
 
-def test_a_mistake_is_told_once_before_workers_are_started(model_folder, tmp_path):
+def test_a_mistake_is_told_once_before_workers_are_started(model_folder, capsys):
     flags = fit_flags(model_folder(), "--trainer.devices", 2, "--model.prompt_length", 900)
-    _, errors = finish(start(flags, tmp_path), exit_code=2)
-    [line] = errors.splitlines()
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
     assert "prompt_length" in line
