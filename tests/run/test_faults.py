@@ -139,49 +139,53 @@ def test_whoever_ends_last_merges(data, fit, tmp_path):
 # Disks that are full
 
 
-def in_small_disk(tmp_path, kilobytes):
-    """A prefix that runs a command with a file system of that size at `tmp_path / "disk"`."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = f'mount -t tmpfs -o size={kilobytes}k none "{disk}" && exec "$@"'
-    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"]).returncode:
+FULL = {  # kilobytes of a disk, flags, and what is said when it is full
+    "row": (96, ["--trainer.logger", "false"], "results.jsonl could not be written"),
+    "checkpoint": (200, ["--checkpoint.every_n_steps", "1"], "last.ckpt could not be written"),
+    "events": (48, [], "the disk is full"),  # TensorBoard fills it
+}
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from dlmi.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print("exit code", end.code, file=sys.stderr)
+"""
+
+
+def test_a_full_disk_ends_the_run_with_a_line(model_folder, tmp_path):
+    """What was written before is copied out of the small disks by the same shell and read."""
+    mounts, runs = [], []
+    for name, (kilobytes, flags, _) in FULL.items():
+        disk = tmp_path / "disks" / name
+        disk.mkdir(parents=True)
+        mounts.append(f'mount -t tmpfs -o size={kilobytes}k none "{disk}"')
+        has_logger = "--trainer.logger" not in flags
+        where = (
+            "--trainer.logger.init_args.save_dir" if has_logger else "--trainer.default_root_dir"
+        )
+        flags = ["--checkpoint.every_n_steps", 100000, *flags, where, disk]
+        runs.append(fit_flags(model_folder(), *flags, "--data.targets.per_k", 60))
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, mounts[0]]).returncode:
         pytest.skip("needs a system that lets a user mount a file system of their own")
-    return prefix, disk
-
-
-@pytest.mark.parametrize(
-    ("kilobytes", "flags", "said"),
-    [
-        (96, ["--trainer.logger", "false"], "results.jsonl could not be written"),
-        (200, ["--checkpoint.every_n_steps", "1"], "last.ckpt could not be written"),
-        (48, [], "the disk is full"),  # TensorBoard fills it
-    ],
-    ids=["row", "checkpoint", "events"],
-)
-def test_a_full_disk_ends_the_run_with_a_line(kilobytes, flags, said, model_folder, tmp_path):
-    """What was written before is copied out of the small disk by the same shell and read."""
-    prefix, disk = in_small_disk(tmp_path, kilobytes)
     rescued = tmp_path / "rescued"
-    script = f'"$@"; code=$?; cp -r "{disk}" "{rescued}"; exit $code'
-    place = ["--trainer.default_root_dir", disk]
-    if "--trainer.logger" not in flags:
-        place = ["--trainer.logger.init_args.save_dir", disk]
-    flags = ["--checkpoint.every_n_steps", "100000", *flags, *place, "--data.targets.per_k", "40"]
-    process = start(
-        fit_flags(model_folder(), *flags), tmp_path, prefix=[*prefix, "sh", "-c", script, "sh"]
-    )
-    _, errors = finish(process, exit_code=1)
-    [line] = errors.splitlines()
-    assert line.startswith("dlmi: stopped: ")
-    assert said in line
-    if "results.jsonl" in said:
-        rows = read_rows(rescued)
-        assert rows
-        assert {row.stop_reason for row in rows} <= {"solved", "budget"}
-    if "last.ckpt" in said:
-        [checkpoint] = find_checkpoints(rescued / RUN / "checkpoints")
-        assert read_checkpoint(checkpoint)["inversion"]["slots"]
+    script = " && ".join([*mounts, '"$@"', f'cp -r "{tmp_path / "disks"}" "{rescued}"'])
+    launcher = ("-c", ONE_AFTER_THE_OTHER)
+    process = start([json.dumps(runs)], tmp_path, launcher, prefix=[*prefix, script, "sh"])
+    _, errors = finish(process)
+    lines = errors.splitlines()
+    assert lines[1::2] == ["exit code 1"] * len(FULL)
+    for line, (_, _, said) in zip(lines[::2], FULL.values(), strict=True):
+        assert line.startswith("dlmi: stopped: ")
+        assert said in line
+    rows = read_rows(rescued / "row")
+    assert rows
+    assert {row.stop_reason for row in rows} <= {"solved", "budget"}
+    [checkpoint] = find_checkpoints(rescued / "checkpoint" / RUN / "checkpoints")
+    assert read_checkpoint(checkpoint)["inversion"]["slots"]
 
 
 # Files that are cut

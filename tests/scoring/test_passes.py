@@ -230,8 +230,8 @@ def test_scores_are_those_of_whole_passes(kind, prompt_bos, model_folder, monkey
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_run_finds_the_same(data, fit):
     def found(compile):
-        inverter = Inverter(DLMI(num_samples=2), **{**SMALL, "steps": 4})
-        rows = fit(inverter, data(compile=compile, per_k=1))
+        inverter = Inverter(DLMI(num_samples=2), **{**SMALL, "steps": 2})
+        rows = fit(inverter, data(compile=compile, k=(3,), per_k=1))
         return {i: (row.prompt_ids, row.steps) for i, row in rows.items()}
 
     assert found(True) == found(False)
