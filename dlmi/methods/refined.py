@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dlmi.errors import check_between
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.methods.base import Defaults, Method, Search, Step
+from dlmi.methods.base import Defaults, Method, Relaxation, Search, Step
 from dlmi.methods.slot import Slot
 from dlmi.methods.swap_search import SwapSearch
 from dlmi.scoring.passes import Steps
@@ -41,7 +41,8 @@ class Refined(Method[RefinedState]):
     """
 
     # Without their states' types: jsonargparse would make a `Method[Any]`, not a subclass.
-    first: Method  # type: ignore[type-arg]
+    # No `Method` either: it could be this one again, and completion lists all options, for ever.
+    first: Relaxation | Search  # type: ignore[type-arg]
     search: Search = SwapSearch(width=16)  # type: ignore[type-arg]  # noqa: RUF009  # it is frozen
     after: float = 0.5
 
