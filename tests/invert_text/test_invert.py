@@ -266,6 +266,8 @@ def test_ctrl_c_prints_the_best_so_far(model_folder, tmp_path):
 
 
 def test_a_second_ctrl_c_stops_at_once(tiny):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+
     def press(progress):
         signal.raise_signal(signal.SIGINT)
 
