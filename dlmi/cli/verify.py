@@ -27,7 +27,9 @@ _Load = Callable[[str, str], FrozenLM]
 
 def make_parser() -> CommandParser:
     """The options."""
-    return CommandParser.of("verify", verify, "RESULTS [options]", {"load.quantization"})
+    parser = CommandParser.of("verify", verify, "RESULTS [options]", {"load"})
+    parser.add_class_arguments(LoadOptions, "load", skip={"quantization"})  # the rows name theirs
+    return parser
 
 
 def verify(
