@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.command_line import CONFIGS, run
-from helpers.subprocess_runs import ROOT, finish, outcome_in, signal_and_go_on, start_and_pause
+from helpers.subprocess_runs import ROOT, finish, outcome_in, start_and_pause
 
 from dlmi import __version__, read_rows
 from dlmi.cli.main import COMMANDS
@@ -179,8 +179,9 @@ def test_verify_holds_and_notices_a_lie(tiny_flags, tmp_path, capsys):
 
 def test_ctrl_c_saves_a_checkpoint_and_the_printed_command_resumes(tiny_flags, tmp_path):
     flags = [*MODEL_FLAGS, "--model.steps", "30", "--model.eval_every", "10", *tiny_flags]
-    process = start_and_pause(["fit", *flags], tmp_path, 1)
-    signal_and_go_on(process, signal.SIGINT)
+    process, go_on = start_and_pause(["fit", *flags], tmp_path, step=35)
+    process.send_signal(signal.SIGINT)
+    go_on()
     _, errors = finish(process, exit_code=130)
     folder = tmp_path / "lightning_logs" / "version_0"
     assert "interrupted" in {row.stop_reason for row in read_rows(folder)}

@@ -1,27 +1,28 @@
-"""`python -m dlmi` that stops itself (SIGSTOP) at its first row after `PAUSE_AFTER` in all.
+"""`python -m dlmi`, each worker of which waits before step `PAUSE_AT` for a file in `PAUSE_IN`.
 
-So a test can send it a signal at a moment that does not depend on how fast either of them is.
+So a test can send it a signal at a moment that does not depend on how fast either of them is. Only
+the main thread waits: with SIGSTOP worker 0 would keep the others from their targets.
 """
 
 import os
-import signal
+import time
+from pathlib import Path
 
+from dlmi import Inverter
 from dlmi.cli.main import main
-from dlmi.rows import count_finished
-from dlmi.run.callbacks import results
 
-_is_due = True
-_append_line = results.append_line
+_begin = Inverter.on_train_batch_start
 
 
-def append_line(path, line):
-    global _is_due
-    _append_line(path, line)
-    if _is_due and count_finished(path.parent) >= int(os.environ["PAUSE_AFTER"]):
-        _is_due = False
-        os.kill(os.getpid(), signal.SIGSTOP)
+def on_train_batch_start(self, *arguments):
+    if self.trainer.global_step == int(os.environ["PAUSE_AT"]):
+        folder = Path(os.environ["PAUSE_IN"])
+        (folder / str(os.getpid())).touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+    return _begin(self, *arguments)
 
 
 if __name__ == "__main__":
-    results.append_line = append_line
+    Inverter.on_train_batch_start = on_train_batch_start
     main()

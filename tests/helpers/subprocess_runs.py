@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dlmi import Inverter, read_rows
@@ -68,30 +67,29 @@ def finish(process, exit_code=0, seconds=HANGS):
     return output, errors
 
 
-def start_and_pause(arguments, cwd, rows, **environment):
-    """A run all of whose workers have stopped themselves, with that many rows or a few more."""
-    launcher = ("-m", "helpers.pausing")
-    process = start(arguments, cwd, launcher, PAUSE_AFTER=str(rows), **environment)
-    _wait(process, lambda: all(map(_is_stopped, [process.pid, *children(process)])))
-    return process
+def start_and_pause(arguments, cwd, step=45, **environment):
+    """A run all of whose workers wait before a step, and what lets them go on.
 
-
-def _is_stopped(pid):
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-
-
-def signal_and_go_on(process, number):
-    """A signal for worker 0 alone, which finds it where it has stopped."""
-    process.send_signal(number)
-    os.killpg(process.pid, signal.SIGCONT)
+    Some targets are done by then, and every worker has others in flight.
+    """
+    folder = cwd / "pause"
+    folder.mkdir()
+    environment |= {"PAUSE_AT": str(step), "PAUSE_IN": str(folder)}
+    process = start(arguments, cwd, ("-m", "helpers.pausing"), **environment)
+    wait_for(
+        process,
+        lambda: {str(pid) for pid in [process.pid, *children(process)]} == {*os.listdir(folder)},
+    )
+    return process, (folder / "go").touch
 
 
 def wait_for_rows(process, folder, count):
     """Until that many targets are done with."""
-    _wait(process, lambda: count_finished(folder) >= count)
+    wait_for(process, lambda: count_finished(folder) >= count)
 
 
-def _wait(process, is_there):
+def wait_for(process, is_there):
+    """Until something is so, while the process runs."""
     deadline = time.monotonic() + HANGS
     while not is_there():
         if time.monotonic() > deadline or process.poll() is not None:

@@ -22,7 +22,6 @@ from helpers.subprocess_runs import (
     make_run,
     outcome,
     outcome_in,
-    signal_and_go_on,
     start,
     start_and_pause,
     wait_for_rows,
@@ -71,8 +70,9 @@ def test_killed_at_random_moments(workers, lives, model_folder, tmp_path, undist
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_all_workers(signum, model_folder, tmp_path):
-    process = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path, 2)
-    signal_and_go_on(process, signum)  # worker 0 alone
+    process, go_on = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
+    process.send_signal(signum)  # worker 0 alone
+    go_on()
     _, errors = finish(process, exit_code=128 + signum)
     assert "Resume with" in errors
     assert len(find_checkpoints(tmp_path / RUN / "checkpoints")) == 2
@@ -88,8 +88,9 @@ def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, undis
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "invert", "SLURM_NTASKS": "1"}
     job |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     job |= {"PATH": f"{tools}:{os.environ['PATH']}"}
-    process = start_and_pause(fit_flags(model_folder()), tmp_path, 2, **job)
-    signal_and_go_on(process, signal.SIGUSR1)
+    process, go_on = start_and_pause(fit_flags(model_folder()), tmp_path, **job)
+    process.send_signal(signal.SIGUSR1)
+    go_on()
     finish(process)
     assert (tools / "calls").read_text() == "requeue 4711\n"
     assert "interrupted" in {row.stop_reason for row in read_rows(tmp_path / RUN)}
@@ -105,11 +106,10 @@ def test_slurm_queues_the_job_again_and_it_goes_on(model_folder, tmp_path, undis
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_worker_is_killed_and_the_others_finish(victim, model_folder, tmp_path, undisturbed):
     """Without worker 0, which counts, they finish what they have in flight."""
-    # At its own first row, when its other slot is still in flight.
-    process = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path, 1)
+    process, go_on = start_and_pause(fit_flags(model_folder(), "--trainer.devices", 2), tmp_path)
     [other] = children(process)
     os.kill([process.pid, other][victim], signal.SIGKILL)
-    os.killpg(process.pid, signal.SIGCONT)
+    go_on()
     if victim == 1:
         _, errors = finish(process, exit_code=1)
         assert "Worker 1 of 2 has ended (killed by SIGKILL)" in errors
