@@ -137,7 +137,8 @@ class Engine:
         """What passes must have in common to be rows of one batch."""
         next_tau = None if asked.next_token is None else asked.next_token.tau
         scale = asked.norm_gradient_scale if asked.has_gradient else 1.0
-        return asked.loss, asked.teacher_forcing, next_tau, asked.has_gradient, scale
+        wants_swaps = asked.swaps is not None
+        return asked.loss, asked.teacher_forcing, next_tau, asked.has_gradient, wants_swaps, scale
 
     def _read(self, passes: Sequence[Pass]) -> list[Scores]:
         """Passes of one kind."""
@@ -242,17 +243,13 @@ class Engine:
         self, passes: Sequence[Pass], prompts: Sequence[Tensor], losses: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """The tokens of steepest descent, from one product with the matrix, (N, K) each."""
-        asking = [i for i, asked in enumerate(passes) if asked.swaps is not None]
-        if not asking:
+        wanted = [swaps for asked in passes if (swaps := asked.swaps) is not None]
+        if not wanted:
             return [None] * len(passes)
-        total = torch.cat([losses[i] for i in asking]).sum()
-        is_shared = len(asking) < len(passes)  # with passes that are descended on later
-        leaves = [prompts[i] for i in asking]
-        by_embeds = torch.autograd.grad(total, leaves, retain_graph=is_shared)
+        by_embeds = torch.autograd.grad(torch.cat(list(losses)).sum(), list(prompts))
         rows = torch.cat([gradient[0] for gradient in by_embeds])  # (B * N, d)
         promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
-        wanted = [swaps for asked in passes if (swaps := asked.swaps) is not None]
-        lengths = [passes[i].length for i in asking]
+        lengths = [asked.length for asked in passes]
         barred, first = [], 0
         for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)
@@ -265,8 +262,7 @@ class Engine:
         most = min(max(swaps.count for swaps in wanted), promises.shape[1])
         gains, columns = promises.topk(most, dim=-1)
         swap_ids = wanted[0].tokens.ids(columns).masked_fill(gains.isneginf(), NO_SWAP)
-        found = dict(zip(asking, torch.split(swap_ids, lengths), strict=True))
-        return [found.get(i) for i in range(len(passes))]
+        return list(torch.split(swap_ids, lengths))
 
 
 def _whole_ids(prompt: Tensor | SoftPrompt | None, example: Example) -> tuple[int, ...]:

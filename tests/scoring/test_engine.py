@@ -28,6 +28,7 @@ def test_passes_of_any_kind_are_answered_together_as_alone(tiny):
     passes = [
         Pass(ids, [ONE]),
         Pass(ids[:1], [OTHER], "margin", swaps=swaps),
+        Pass(ids[2:], [OTHER], swaps=swaps),  # like the next one, but for its swaps
         Pass(SoftPrompt(logits, logits.new_ones(5), "gumbel_softmax", 2, seed=3), [OTHER]),
         Pass(ids, [ONE, FRAMED], token_weights=weights),
         Pass(ids, [OTHER], like_ids=ids[1]),
