@@ -23,8 +23,8 @@ from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
 from dlmi.targets.files import texts_to_targets
 from dlmi.targets.template import find_template
+from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
-from dlmi.tokens.vocabulary import ForbiddenTokens
 
 AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
@@ -78,7 +78,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
         seed: Fixes the noise.
         allowed_tokens: What a prompt may hold, as in `fit`'s `model`. The default keeps to prompts
             that survive being pasted.
-        forbid_target_tokens: What it may not hold: `none`, the text's `ids`, or its `words`.
+        forbid_target_tokens: What it may not hold: `none`, the text's `ids`, its `words`, or its
+            words and their near-copies (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         prompt_bos: Put BoS before the prompt.
         template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:".

@@ -34,8 +34,9 @@ from dlmi.run.workers.workers import Workers
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.fluency import Fluency
 from dlmi.targets.target import Target, fingerprint_targets, with_start_ids
+from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens
-from dlmi.tokens.vocabulary import ForbiddenTokens, Vocabulary, token_sets_of
+from dlmi.tokens.vocabulary import Vocabulary, token_sets_of
 
 
 class Inverter(LightningModule):
@@ -55,7 +56,8 @@ class Inverter(LightningModule):
         allowed_tokens: What a prompt may hold: `all` tokens, `no_special` ones, those whose text is
             `ascii` or `printable`, those that `round_trip`, or a file with a token a line. The
             method's own sets hold besides; an explicit `all` lifts its `ascii` and `printable`.
-        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, or its `words`.
+        forbid_target_tokens: What it may not hold: `none`, the target's `ids`, its `words`, or
+            its words and their near-copies (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers; unset: the method's own.
         seed: With the target's id it fixes all draws. On the command line: `seed_everything`.

@@ -12,7 +12,6 @@ Axes: V tokens a prompt may hold, d width, K barred columns, C prompts, N prompt
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ from torch import Tensor
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.target import Target
+from dlmi.tokens.forbidden import Forbidden, ForbiddenTokens
 from dlmi.tokens.round_trip import repair, round_trips
-from dlmi.tokens.token_sets import REPLACEMENT, AllowedTokens, select_tokens
-
-ForbiddenTokens = Literal["none", "ids", "words"]
+from dlmi.tokens.token_sets import AllowedTokens, select_tokens
 
 _PREFERRED, _RANDOM = 16, 48  # alternatives of a position, for a repair
 
@@ -52,8 +50,7 @@ class Vocabulary:
     Args:
         lm: Whose tokens they are.
         token_sets: Sets that a token must be in, each a name or a file (`dlmi.tokens.token_sets`).
-        forbid_target_tokens: What the prompt of a target may not hold: `none`, the target's own
-            `ids`, or all tokens that read like one of its `words`.
+        forbid_target_tokens: What the prompt of a target may not hold (`dlmi.tokens.forbidden`).
 
     Attributes:
         token_ids: The token of each column, ascending, (V,).
@@ -80,9 +77,7 @@ class Vocabulary:
         self.token_ids = torch.tensor(ids, device=lm.device)
         whole = lm.embedding_matrix
         self.matrix = whole if len(ids) == len(whole) else whole[self.token_ids]
-        self._forbid = forbid_target_tokens
-        self._column_of = {token_id: column for column, token_id in enumerate(ids)}
-        self._by_word = self._words() if forbid_target_tokens == "words" else {}
+        self._forbidden = Forbidden(lm, ids, forbid_target_tokens)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -101,38 +96,23 @@ class Vocabulary:
 
     def barred_columns(self, target: Target) -> Tensor:
         """Columns that the prompt of a target may not use, (K,)."""
-        barred = {column for i in set(target.ids_to_say) for column in self._barred_by(i)}
-        return torch.tensor(sorted(barred), dtype=torch.int64, device=self.token_ids.device)
+        barred = sorted(self._forbidden.columns(target))
+        return torch.tensor(barred, dtype=torch.int64, device=self.token_ids.device)
 
     def check_targets(self, targets: Sequence[Target]) -> None:
         """Raise `InputError` for a target that leaves no token for its prompt."""
         for target in targets:
-            if len(self.barred_columns(target)) == len(self):
+            if len(self._forbidden.columns(target)) == len(self):
                 raise InputError(
                     f"Expected target {target.id} to leave at least 1 token for its prompt, but "
-                    f"`model.forbid_target_tokens: {self._forbid}` bars all {len(self)} that "
-                    "`model.allowed_tokens` allows. Allow more tokens."
+                    f"`model.forbid_target_tokens: {self._forbidden.kind}` bars all {len(self)} "
+                    "that `model.allowed_tokens` allows. Allow more tokens."
                 )
 
     def fingerprint(self) -> str:
         """A short hash of the tokens: a file may change and keep its name."""
-        ids = ",".join(str(token_id) for token_id in self._column_of)
+        ids = ",".join(str(token_id) for token_id in self.token_ids.tolist())
         return hashlib.sha256(ids.encode()).hexdigest()[:16]
-
-    def _barred_by(self, target_id: int) -> Sequence[int]:
-        """Columns that one token of a target bars."""
-        if self._forbid == "none":
-            return ()
-        own = [self._column_of[target_id]] if target_id in self._column_of else []
-        word = _word(self.lm.decode([target_id])) if self._forbid == "words" else None
-        return [*own, *self._by_word.get(word, ())]
-
-    def _words(self) -> dict[str | None, list[int]]:
-        columns: dict[str | None, list[int]] = {}
-        for token_id, column in self._column_of.items():
-            columns.setdefault(_word(self.lm.decode([token_id])), []).append(column)
-        columns.pop(None, None)  # parts of characters
-        return columns
 
 
 class TargetTokens:
@@ -190,11 +170,6 @@ class TargetTokens:
         logits = self._barred(logits.detach())
         return self.repaired(self.ids(logits.argmax(-1))[None], logits)[0]
 
-    def top_ids(self, promises: Tensor, k: int) -> Tensor:
-        """The k allowed ids of largest promise at each position: (N, V) to (N, min(k, V - K))."""
-        count = min(k, len(self.allowed_columns))
-        return self.ids(self._barred(promises).topk(count, dim=-1).indices)
-
     def random_ids(self, count: int, length: int, rng: torch.Generator) -> Tensor:
         """Prompts of tokens drawn alike from all that are allowed, (C, N)."""
         allowed = self.allowed_columns
@@ -244,8 +219,3 @@ class TargetTokens:
     def _barred(self, logits: Tensor) -> Tensor:
         """The same as `bar_`, but not in place."""
         return self.bar_(logits.clone()) if len(self.barred_columns) else logits
-
-
-def _word(text: str) -> str | None:
-    """What a token reads like, whatever its case and spaces; None for part of a character."""
-    return None if REPLACEMENT in text else text.strip().casefold()
