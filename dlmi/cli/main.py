@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from dlmi.cli.named_configs import with_files
 from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
 from dlmi.version import __version__
@@ -22,14 +23,14 @@ Find the prompt that makes a frozen language model say exactly this.
 
 commands:
   invert    find the prompt of one text: python -m dlmi invert " Paris."
-  fit       invert a queue of targets:   python -m dlmi fit --config configs/quickstart.yaml
+  fit       invert a queue of targets:   python -m dlmi fit --config quickstart
   targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
   verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
-  compare   run a grid of methods:       python -m dlmi compare --config configs/compare/small.yaml
+  compare   run a grid of methods:       python -m dlmi compare --config small
   score     right answers of prompts:    python -m dlmi score --prompt " Think first."
   report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
   bench     how fast it is, here:        python -m dlmi bench
-  gradients bias, variance of gradients: python -m dlmi gradients -c configs/gradients/small.yaml
+  gradients bias, variance of gradients: python -m dlmi gradients --config small
   completion  options at a key press:    source <(dlmi completion)
 
 options:
@@ -93,6 +94,8 @@ def _own_names(command: str, message: str) -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     """Import a command, and only now what it needs: most need torch, which takes seconds."""
+    if name in ("fit", "compare", "gradients"):
+        arguments = with_files(name, arguments)
     module: Any = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
         from dlmi.lm.memory import keep_freed_memory
