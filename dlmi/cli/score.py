@@ -25,7 +25,7 @@ from dlmi.targets.questions import (
     Split,
     load_questions,
 )
-from dlmi.targets.template import Template
+from dlmi.targets.template import Messages, Template
 
 # What holds where neither the user nor the rows of a run say anything else.
 _USUAL: dict[str, Any] = {
@@ -74,7 +74,7 @@ class Score:
     examples: str = PACKAGED_QUESTIONS
     split: Split = "test"
     limit: int | None = None
-    template: str | None = None
+    template: str | Messages | None = None
     chat: bool | None = None
     lm: str | None = None
     dtype: str | None = None
@@ -102,7 +102,7 @@ def score_command(arguments: list[str]) -> int:
     check_new_file(asked.out)
     if asked.draws < 0:
         raise InputError(f"Expected `draws` to be at least 0, but got {asked.draws}.")
-    template = Template(asked.template, asked.chat, setting="template")
+    template = Template(asked.template, asked.chat, setting="`template`")
     check_template(template)
     decoding = Decoding(
         asked.max_new_tokens,

@@ -22,7 +22,7 @@ from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
 from dlmi.targets.files import texts_to_targets
-from dlmi.targets.template import find_template
+from dlmi.targets.template import Messages, find_template
 from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 
@@ -54,7 +54,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     forbid_target_tokens: ForbiddenTokens = "none",
     fluency: float = 0.0,
     prompt_bos: bool = False,
-    template: str | None = None,
+    template: str | Messages | None = None,
     chat: bool = False,
     dtype: DType = "auto",
     on_progress: Callable[[Progress], None] | None = None,
@@ -82,7 +82,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
             words and their near-copies (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         prompt_bos: Put BoS before the prompt.
-        template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:".
+        template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:"; or a chat,
+            as a list of messages: '[{"role": "user", "content": "Joke {slot}"}]'.
         chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
         dtype: Of an LM that is given by its name, as in `fit`'s `data`.
         on_progress: Called after each step and each evaluation, for each text that is not solved.
@@ -108,7 +109,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     if seconds is not None and not seconds > 0:
         raise InputError(f"Expected `seconds` to be positive, but got {seconds}.")
     check_allowed_tokens(allowed_tokens)
-    around = find_template(template, chat)
+    around = find_template(template, chat, "`template`")
     if around is not None and around.fields:
         raise InputError(
             f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}} is "

@@ -17,7 +17,7 @@ from dlmi.lm.placement import DeviceMap, DType, Quantization
 from dlmi.run.workers.workers import Workers
 from dlmi.targets.sources import ByRank, Sharing, TargetSource
 from dlmi.targets.target import Target, share_prefix
-from dlmi.targets.template import find_template
+from dlmi.targets.template import Messages, find_template
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class TargetDataModule(LightningDataModule):
         targets: What the LM is to say: generated (ByRank), of a File, Texts, or Questions.
         template: Fixed text around the prompt, such as "{question} Hint:{slot} Answer:". Learned
             tokens go into `{slot}`, exactly 5 of them into `{slot:5}`; other names are fields of a
-            target's line in a JSONL file.
+            target's line in a JSONL file. Or a chat: a list of messages, each with a `role` and a
+            `content`.
         chat: Make the template (by default the prompt alone) the user's message of a chat, as the
             tokenizer's own chat template writes it.
         share: Learn one prompt for all targets, which then are examples of one task, instead of
@@ -73,7 +74,7 @@ class TargetDataModule(LightningDataModule):
         rows_per_pass: RowsSetting = "auto",
         compile: bool = False,
         targets: TargetSource = ByRank(),  # noqa: B008  # it is frozen
-        template: str | None = None,
+        template: str | Messages | None = None,
         chat: bool = False,
         share: Sharing | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from dlmi.jsonl import parse_object, read_lines
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.context import NO_CONTEXT
 from dlmi.targets.target import Target
-from dlmi.targets.template import Template
+from dlmi.targets.template import Template, find_template
 
 
 def texts_to_targets(
@@ -33,7 +33,8 @@ def read_targets(
 ) -> list[Target]:
     """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line.
 
-    Further names in a line of JSONL are the fields that a template asks for.
+    In a line of JSONL `template` and `chat` go before those of the run; further names are the
+    fields that a template asks for.
 
     Args:
         lm: The model that is to say them.
@@ -82,6 +83,7 @@ def _from_json_line(
     except InputError as error:
         expected = "to be a JSON object with `ids` or `text`"
         raise InputError(f"Expected {where} {expected}, but {error}.") from error
+    template = _own_template(row, where, template)
     ids = row.get("ids", [])
     if "ids" in row and not (ids and isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise fail("have a non-empty list of token ids as `ids`", ids)
@@ -94,7 +96,7 @@ def _from_json_line(
         raise fail("have a name as `id`", target.id)
     if "examples" in row:
         if template is not None or not all(example.ids for example in target.all_examples):
-            raise fail("have token ids in all `examples`, and `data.template` to be unset", row)
+            raise fail("have token ids in all `examples`, and no template", row)
     elif "ids" not in row:
         made = _from_text(lm, target.text, target.id, where, template, row)
         return dataclasses.replace(made, k=target.k, group=target.group)
@@ -110,6 +112,21 @@ def _from_json_line(
     return dataclasses.replace(
         target, examples=(dataclasses.replace(example, text=lm.decode(ids)),)
     )
+
+
+def _own_template(row: Mapping[str, Any], where: str, common: Template | None) -> Template | None:
+    """What a line asks for, else what stands around all prompts."""
+    if not {"template", "chat"} & row.keys():
+        return common
+    text = row.get("template", common and common.text)
+    chat = row.get("chat", common is not None and common.chat)
+    if not isinstance(text, str | list | None) or not isinstance(chat, bool):
+        got = f"but got {text!r} and {chat!r}"
+        raise InputError(
+            f"Expected {where} to have a text or messages as `template`, and true or false as "
+            f"`chat`, {got[:200]}."
+        )
+    return find_template(text, chat, f"`template` in {where}")
 
 
 def _from_text_line(

@@ -80,8 +80,8 @@ class File(TargetSource):
     """Targets of a file.
 
     Args:
-        path: JSONL with `ids` or `text` in each line, or plain text, a target a line. Other names
-            in a line of JSONL are fields of `data.template`.
+        path: JSONL with `ids` or `text` in each line, or plain text, a target a line. In a line of
+            JSONL `template` and `chat` go before those of `data`; other names are fields of it.
     """
 
     path: str
@@ -178,7 +178,7 @@ class Questions(TargetSource):
     def _answer(self) -> Template:
         usual = "{answer}" if self.reasoning_tokens is None else " {final}"
         text = usual if self.answer is None else self.answer
-        return Template(text, blanks=False, setting="data.targets.answer")
+        return Template(text, blanks=False, setting="`data.targets.answer`")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dlmi.targets.template import Template
 
 # ---- scores
 
-TEMPLATE = Template("{question} {slot} w3", setting="template")
+TEMPLATE = Template("{question} {slot} w3", setting="`template`")
 SHORT = Decoding(max_new_tokens=2, stop=None)
 
 

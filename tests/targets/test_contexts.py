@@ -1,35 +1,21 @@
 """Fixed tokens around a prompt: contexts, and the templates that they are made from."""
 
 import itertools
+import json
 
 import pytest
 import torch
+from helpers.contexts import CONTEXTS, targets_in_context
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dlmi import InputError, load_lm
 from dlmi.targets.context import Context
 from dlmi.targets.files import read_targets, write_targets
-from dlmi.targets.target import Target, share_prefix
+from dlmi.targets.target import Target
 from dlmi.targets.template import Template
 from dlmi.tokens.round_trip import round_trips
 from dlmi.tokens.vocabulary import Vocabulary
-
-# Beginnings that are partly shared, pieces of different number of tokens, one and two blanks.
-CONTEXTS = [
-    Context(((3, 4, 5), (6,))),
-    Context(((3, 4), ())),
-    Context(((3, 4, 9, 8), (7, 7), (10, 11, 12)), (2, 0)),
-    Context(((3, 4, 5), (6, 8), ()), (0, 0)),
-    Context(),
-]
-TARGETS = [(13, 14, 15), (16, 17), (18,), (19, 20, 21, 22), (23, 24)]
-
-
-def targets_in_context():
-    pairs = enumerate(zip(CONTEXTS, TARGETS, strict=True))
-    return share_prefix([Target.single(f"t{i}", ids, "", context) for i, (context, ids) in pairs])
-
 
 # ---- contexts
 
@@ -96,7 +82,7 @@ def test_pieces_are_read_as_in_the_final_text(gpt):
 @pytest.mark.parametrize(
     ("template", "target", "told"),
     [
-        ("Q: {slot}\nA:", " a", "no ' ' before `{slot}`"),
+        ("Q:\n\n{slot}\nA:", " a", r"no '\\n' before `{slot}`"),
         ("Q:{slot}\nA: ", "a", "Move a space"),
         ("Q:{slot}\n", "\n\na", "Move a space or a new line"),
     ],
@@ -104,6 +90,14 @@ def test_pieces_are_read_as_in_the_final_text(gpt):
 def test_what_cannot_keep_its_tokens_is_refused(gpt, template, target, told):
     with pytest.raises(InputError, match=told):
         Template(template).fill(gpt, {}, "line 1").continuation_ids(gpt, target, "line 1")
+
+
+def test_a_space_before_a_slot_is_left_to_the_prompt(gpt):
+    spaced, close = (
+        Template(t).fill(gpt, {}, "") for t in ("Q: {slot} {slot}:", "Q:{slot}{slot}:")
+    )
+    assert spaced.context.pieces == close.context.pieces
+    assert spaced.context.template == "Q: {slot} {slot}:"
 
 
 def test_a_target_has_the_tokens_that_follow_the_template(gpt):
@@ -145,23 +139,122 @@ def test_prompts_go_in_as_ids_or_as_text(gpt):
     assert template.ids(gpt, {"q": "a"}, " b", "") == gpt.encode("Q: a\nA: b\n:")
     assert template.ids(gpt, {"q": "a"}, "", "") == gpt.encode("Q: a\nA:\n:")
     with pytest.raises(InputError, match="`template` to have one `{slot}` for a prompt of text"):
-        Template("{slot}{slot}", setting="template").ids(gpt, {}, "x", "")
+        Template("{slot}{slot}", setting="`template`").ids(gpt, {}, "x", "")
 
 
 # ---- chats
 
 
-def test_a_chat_is_what_the_tokenizer_makes_of_the_message(tiny, monkeypatch):
-    template = Template("w1 {slot} w2", chat=True)
-    with pytest.raises(InputError, match="has none. Write the marks"):
-        template.fill(tiny, {}, "")
-    turns = "{% for m in messages %}w9 {{ m.content }} w8 {% endfor %}"
+@pytest.fixture
+def chatting(tiny, monkeypatch):
+    """The tiny LM with turns of a role and a message; the assistant's begins with w7."""
+    turns = (
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' %}{{ raise_exception('no tools.') }}{% endif %}"
+        "{{ {'system': 'w9', 'user': 'w8', 'assistant': 'w7'}[m.role] }} {{ m.content }} w6 "
+        "{% endfor %}"
+    )
     reply = "{% if add_generation_prompt %}w7{% endif %}"
     monkeypatch.setattr(tiny.tokenizer, "chat_template", turns + reply)
-    context = template.fill(tiny, {}, "").context
-    assert context.pieces == (tuple(tiny.encode("w9 w1")), tuple(tiny.encode("w2 w8 w7")))
+    return tiny
+
+
+def pieces_of(lm, *texts):
+    return tuple(tuple(lm.encode(text)) for text in texts)
+
+
+def test_a_chat_is_what_the_tokenizer_makes_of_the_message(chatting, monkeypatch):
+    template = Template("w1 {slot} w2", chat=True)
+    context = template.fill(chatting, {}, "").context
+    assert context.pieces == pieces_of(chatting, "w8 w1", "w2 w6 w7")
     assert (context.template, context.chat) == ("w1 {slot} w2", True)
-    assert template.ids(tiny, {}, "w3", "") == tiny.encode("w9 w1 w3 w2 w8 w7")
-    monkeypatch.setattr(tiny.tokenizer, "chat_template", turns + turns)
+    assert template.ids(chatting, {}, "w3", "") == chatting.encode("w8 w1 w3 w2 w6 w7")
+    monkeypatch.setattr(chatting.tokenizer, "chat_template", "{{ messages[0].content * 2 }}")
     with pytest.raises(InputError, match="keep each `{slot}`.*1 became 2"):
-        template.fill(tiny, {}, "")
+        template.fill(chatting, {}, "")
+    monkeypatch.setattr(chatting.tokenizer, "chat_template", None)
+    with pytest.raises(InputError, match="has none. Write the marks"):
+        template.fill(chatting, {}, "")
+
+
+MESSAGES = [
+    {"role": "system", "content": "w1 {name}"},
+    {"role": "user", "content": "w2"},
+    {"role": "assistant", "content": "w3"},
+    {"role": "user", "content": "w4 {slot}"},
+]
+
+
+@pytest.mark.parametrize("given", [MESSAGES, json.dumps(MESSAGES, indent=1)])
+def test_a_chat_may_have_messages_of_its_own(chatting, given):
+    template = Template(given)
+    assert (template.fields, template.chat) == (["name"], True)
+    context = template.fill(chatting, {"name": "w5"}, "").context
+    before = "w9 w1 w5 w6 w8 w2 w6 w7 w3 w6 w8 w4"
+    assert context.pieces == pieces_of(chatting, before, "w6 w7")
+    again = Template(context.template).fill(chatting, {"name": "w5"}, "").context
+    assert again.pieces == context.pieces
+
+
+def test_a_chat_may_end_in_what_the_assistant_has_begun(chatting):
+    begun = [*MESSAGES[1:2], {"role": "assistant", "content": "w1 {slot} w2"}]
+    filled = Template(begun).fill(chatting, {}, "")
+    assert filled.context.pieces == pieces_of(chatting, "w8 w2 w6 w7 w1", "w2")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], [{}], [["w1"]], [{"role": "user"}], [{"role": "user", "content": 3}], [*MESSAGES, 1]],
+)
+def test_what_are_no_messages_is_refused(given):
+    for form in (given, json.dumps(given)):
+        with pytest.raises(InputError, match="data.template"):
+            Template(form)
+
+
+def test_messages_that_the_tokenizer_refuses_are_refused(chatting):
+    tool = Template([{"role": "tool", "content": "w1 {slot}"}])
+    with pytest.raises(InputError, match="can write, but it says: no tools"):
+        tool.fill(chatting, {}, "")
+
+
+@pytest.mark.parametrize("text", ["[INST] {slot} [/INST]", "[{slot}]", '[{{"a"}}] {slot}'])
+def test_a_text_may_look_like_a_list(text):
+    assert not Template(text).chat
+
+
+def test_a_line_may_have_a_template_of_its_own(chatting, tmp_path):
+    lines = [
+        {"text": " w10"},
+        {"text": " w10", "template": "w5 {slot}", "chat": False},
+        {"text": " w10", "chat": True},
+        {"ids": [9, 10], "template": MESSAGES, "name": "w0"},
+        {"text": " w10", "template": None, "chat": False},
+        {"text": " w10", "template": None, "chat": True},
+    ]
+    path = tmp_path / "targets.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    targets = read_targets(chatting, path, Template("w1 {slot} w2"))
+    found = [target.examples[0].context for target in targets]
+    assert [context.pieces for context in found] == [
+        pieces_of(chatting, *pieces)
+        for pieces in (
+            ("w1", "w2"),
+            ("w5", ""),
+            ("w8 w1", "w2 w6 w7"),
+            ("w9 w1 w0 w6 w8 w2 w6 w7 w3 w6 w8 w4", "w6 w7"),
+            ("", ""),
+            ("w8", "w6 w7"),
+        )
+    ]
+    write_targets(tmp_path / "again.jsonl", targets)
+    assert read_targets(chatting, tmp_path / "again.jsonl") == targets
+    for wrong, told in (
+        ({"template": 3}, "a text or messages as `template`"),
+        ({"chat": "yes"}, "true or false"),
+        ({"template": "w1"}, "`template` in .*line 1 to have at least one"),
+        ({"template": [{"role": "user"}]}, "`template` in .*line 1 to be a text, or a list"),
+    ):
+        path.write_text(json.dumps({"text": " w10", **wrong}) + "\n")
+        with pytest.raises(InputError, match=told):
+            read_targets(chatting, path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.by_hand import by_hand
 from helpers.command_line import CONFIGS, run
+from helpers.contexts import CONTEXTS, targets_in_context
 from helpers.methods import SMALL, make_inverter
 from helpers.resuming import stop_and_resume
 from helpers.runs import StopAfter, assert_same, comparable
@@ -20,28 +21,11 @@ from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
 from dlmi.scoring.losses import token_losses
 from dlmi.scoring.passes import Account, Cost, Pass
-from dlmi.targets.context import Context
-from dlmi.targets.target import share_prefix, with_start_ids
 from dlmi.targets.template import Template
 from dlmi.tokens.vocabulary import Vocabulary
 
 N = 5
-# Beginnings that are partly shared, pieces of different number of tokens, one and two blanks.
-CONTEXTS = [
-    Context(((3, 4, 5), (6,))),
-    Context(((3, 4), ())),
-    Context(((3, 4, 9, 8), (7, 7), (10, 11, 12)), (2, 0)),
-    Context(((3, 4, 5), (6, 8), ()), (0, 0)),
-    Context(),
-]
-TARGETS = [(13, 14, 15), (16, 17), (18,), (19, 20, 21, 22), (23, 24)]
 OF_EACH_KIND = ("dlmi", "gcg", "swap_search_window", "soda_refined")
-
-
-def targets_in_context(contexts=CONTEXTS, start_ids=()):
-    pairs = zip(contexts, TARGETS, strict=False)
-    targets = [Target.single(f"t{i}", ids, "", c) for i, (c, ids) in enumerate(pairs)]
-    return with_start_ids(share_prefix(targets), start_ids)
 
 
 def random_prompts(*shape):
@@ -215,20 +199,59 @@ def test_gcg_keeps_to_prompts_that_survive_in_their_template(data, fit, question
 # ---- chats
 
 
-def test_a_chat_is_what_the_tokenizer_makes_of_the_message(data, fit, model_folder, tmp_path):
+@pytest.fixture
+def chat_folder(model_folder, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}"
-        "{% if add_generation_prompt %}w3{% endif %}"
+        "{% for m in messages %}{{ 'w1' if m.role == 'user' else 'w9' }} {{ m['content'] }} w2 "
+        "{% endfor %}{% if add_generation_prompt %}w3{% endif %}"
     )
     folder = tmp_path / "chat"
     load_lm(str(model_folder()), dtype="float64").model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    rows = fit(Inverter(DLMI(), **SMALL), data(lm=str(folder), chat=True, texts=[" w4 w5"]))
+    return str(folder)
+
+
+def test_a_chat_of_the_prompt_alone(data, fit, chat_folder):
+    rows = fit(Inverter(DLMI(), **SMALL), data(lm=chat_folder, chat=True, texts=[" w4 w5"]))
     [row] = rows.values()
     assert row.full_text == f"w1 {row.prompt_text} w2 w3"
     assert row.context.chat
     assert row.context.template == "{slot}"
+
+
+def test_messages_are_rows_that_are_verified_and_runs_that_are_resumed(
+    data, fit, chat_folder, tmp_path, capsys
+):
+    messages = [
+        {"role": "system", "content": "w10 w11"},
+        {"role": "user", "content": "w12 {slot} w13"},
+    ]
+    own = {"template": "w14 {slot}", "chat": False}
+    lines = [{"id": "a", "text": " w4 w5"}, {"id": "b", "text": " w6", **own}]
+    path = tmp_path / "targets.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "chat.json"
+    config.write_text(json.dumps({"data": {"template": messages}}))
+    flags = ["--config", config, "--data.lm", chat_folder, "--data.targets", "File"]
+    flags += ["--data.targets.path", path, "--trainer.accelerator", "cpu", "--model.method", "DLMI"]
+    flags += ["--model.prompt_length", "4", "--model.steps", "3"]
+    assert run("fit", *flags, "--trainer.logger.init_args.save_dir", tmp_path) == 0
+    [results] = tmp_path.rglob("results.jsonl")
+    first, second = read_rows(results)
+    assert first.full_text == f"w9 w10 w11 w2 w1 w12 {first.prompt_text} w13 w2 w3"
+    assert second.full_text == f"w14 {second.prompt_text}"
+    assert json.loads(first.context.template) == messages
+    assert (first.context.chat, second.context.chat) == (True, False)
+    assert run("verify", results) == 0
+    capsys.readouterr()
+
+    def chats():
+        return data(lm=chat_folder, file=path, template=messages)
+
+    expected = fit(make_inverter("dlmi"), chats())
+    rows = stop_and_resume(lambda: make_inverter("dlmi"), chats, fit, tmp_path / "run")
+    assert comparable(rows) == comparable(expected)
 
 
 def test_no_chat_template_no_chat(data, fit):
@@ -312,7 +335,7 @@ def test_the_packaged_lm_in_a_chat_and_in_a_template():
         log_q = lm.token_log_probs(torch.tensor([[*full_ids, *target.ids]]))[0, -len(target.ids) :]
         assert evaluation.discrete_loss == pytest.approx(float(-log_q.mean()), rel=1e-3)
     assert "<|im_start|>assistant\n" in lm.decode(targets[0].examples[0].context.pieces[1])
-    with pytest.raises(InputError, match="before `{slot}`"):
-        Template("Hint: {slot}").fill(lm, {}, "line 1")
+    spaced, close = (Template(t).fill(lm, {}, "line 1") for t in ("Hint: {slot}", "Hint:{slot}"))
+    assert spaced.context.pieces == close.context.pieces
     with pytest.raises(InputError, match="Move a space"):
         Template("Hint:{slot} A: ").fill(lm, {}, "").continuation_ids(lm, "Rome", "line 1")
