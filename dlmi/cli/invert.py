@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
+from dlmi.cli.output import check_new_file
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.invert_text import invert
-from dlmi.invert_text.screen import print_found, search_screen
+from dlmi.invert_text.named_methods import METHOD_NAMES
+from dlmi.invert_text.screen import print_advice, print_found, search_screen, whole_prompt
 from dlmi.lm.loading import PACKAGED
 
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
@@ -16,20 +18,26 @@ def invert_command(arguments: list[str]) -> int:
     """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
     options = make_parser().read(arguments)
     text = _read_text(options.pop("text"), options.pop("file"))
-    as_json = options.pop("json")
+    as_json, save = options.pop("json"), options.pop("save")
+    check_new_file(save, "--save")
     with search_screen() as show:
         row = invert(text=text, on_progress=show, **options)
+    if save is not None:
+        save.write_bytes(whole_prompt(row).encode())
     if as_json:
         print(row.to_json_line(), end="")
     else:
         print_found(row)
+    if not row.exact:
+        print_advice(row, options)
     return SOLVED if row.exact else BEST_EFFORT
 
 
 def make_parser() -> CommandParser:
     """The options."""
     usage = '"TEXT" [options]'
-    parser = CommandParser.of("invert", invert, usage, {"lm", "text", "on_progress"})
+    elsewhere: set[str | int] = {"lm", "text", "method", "on_progress"}
+    parser = CommandParser.of("invert", invert, usage, elsewhere)
     parser.description = (
         "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: only the "
         "best effort, also after Ctrl-C; 2: a mistake in the input."
@@ -42,10 +50,22 @@ def make_parser() -> CommandParser:
         help="What the LM is to say; `-`, or nothing, reads it from stdin. Most texts that go on "
         'in the middle of a line start with a space: " Paris.".',
     )
+    parser.add_argument(
+        "--method",
+        default="SwapSearch",
+        help=f"One of {', '.join(METHOD_NAMES)}, set for small budgets; `python -m dlmi fit "
+        "--model.method.help METHOD` lists its `options`.",
+    )
     parser.add_argument("--file", type=Path | None, default=None, help="A file with the text.")
     parser.add_argument("--lm", type=str, default=PACKAGED, help="As in `fit`'s `data`.")
     parser.add_argument(
         "--json", action="store_true", help="The result row as JSON on stdout, and nothing else."
+    )
+    parser.add_argument(
+        "--save",
+        type=Path | None,
+        default=None,
+        help="A new file for the whole prompt as text, exactly as it is to be pasted.",
     )
     return parser
 

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from dlmi.cli.named_configs import with_files
 from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
@@ -96,7 +98,8 @@ def _run(name: str, arguments: list[str]) -> int:
     """Import a command, and only now what it needs: most need torch, which takes seconds."""
     if name in ("fit", "compare", "gradients"):
         arguments = with_files(name, arguments)
-    module: Any = importlib.import_module(f"dlmi.cli.{name}")
+    with Console(stderr=True).status("starting"):  # on a terminal alone
+        module: Any = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
         from dlmi.lm.memory import keep_freed_memory
         from dlmi.run.full_disk import watch_threads

@@ -11,8 +11,8 @@ from dlmi.errors import InputError
 from dlmi.text import visible
 
 
-def check_new_file(out: Path | None) -> None:
-    """Raise `InputError` unless `--out`, where it is given, can be written and is new."""
+def check_new_file(out: Path | None, option: str = "--out") -> None:
+    """Raise `InputError` unless a file, where one is given, can be written and is new."""
     if out is None:
         return
     try:
@@ -20,7 +20,7 @@ def check_new_file(out: Path | None) -> None:
         out.unlink()
     except OSError as error:
         raise InputError(
-            f"Expected `--out` to be a new file in an existing folder, but got {out} "
+            f"Expected `{option}` to be a new file in an existing folder, but got {out} "
             f"({error.strerror})."
         ) from error
 

@@ -21,7 +21,9 @@ _SETTINGS: Mapping[str, Method[Any]] = {
     "GCG": GCG(search_width=64, topk=64, buffer_size=0),
 }
 _EVAL_EVERY = {"ADC": 8, "SwapSearch": None}  # others: 4
-_NAMES = sorted(name for name in methods.__all__ if name != "Refined")  # it wraps another object
+METHOD_NAMES = sorted(
+    name for name in methods.__all__ if name != "Refined"
+)  # it wraps another object
 
 
 def named_method(
@@ -40,8 +42,9 @@ def named_method(
                 f"`method`. Make it a {type(method).__name__} with these settings."
             )
         return method, None
-    if method not in _NAMES:
-        raise InputError(f"Expected `method` to be one of {', '.join(_NAMES)}, but got {method!r}.")
+    if method not in METHOD_NAMES:
+        names = ", ".join(METHOD_NAMES)
+        raise InputError(f"Expected `method` to be one of {names}, but got {method!r}.")
     small: Method[Any] = _SETTINGS.get(method) or getattr(methods, method)()
     settings = settings_of(small)
     if unknown := sorted(options.keys() - settings.keys()):
@@ -52,4 +55,5 @@ def named_method(
     try:
         return build(type(small), {**settings, **options}), _EVAL_EVERY.get(method, 4)
     except InputError as error:
-        raise InputError(f"Expected `options` to fit {method}, but {error}.") from error
+        line = str(error).removesuffix(".").replace("model.method.", "")
+        raise InputError(f"Expected `options` to fit {method}: {line}.") from error

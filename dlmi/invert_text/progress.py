@@ -1,6 +1,7 @@
 """How a search stands, told to whoever asked after each step, and how Ctrl-C ends it."""
 
 import dataclasses
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 from dlmi.scoring.evaluation import Evaluation
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Watch(InversionCallback):
         def request_stop(signum: int, frame: FrameType | None) -> None:
             self.stop_requested = True
             signal.signal(signal.SIGINT, previous)
+            _log.info("stopping after this step; Ctrl-C again stops at once")
 
         try:
             signal.signal(signal.SIGINT, request_stop)

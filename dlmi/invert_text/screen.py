@@ -1,12 +1,17 @@
 """How a search looks while it runs, and what it found.
 
 Progress goes to stderr, so that stdout holds the result and nothing else. Model text is only ever
-shown through `visible`, and never as rich markup.
+shown through `visible` or quoted, and never as rich markup.
 """
 
+import logging
+import re
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,20 +27,30 @@ from dlmi.text import clock, visible
 def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], None]]:
     """What shows progress: live lines on a terminal; elsewhere a plain line now and then."""
     console = Console(stderr=True, highlight=False, markup=False)
-    if console.is_terminal:
-        with Live(console=console, transient=True, auto_refresh=False) as live:
-            yield lambda progress: live.update(_block(progress), refresh=True)
-        return
+    handler = logging.Handler()
+    handler.emit = lambda record: console.print(record.getMessage(), soft_wrap=True)  # type: ignore[method-assign]
+    logger = logging.getLogger("dlmi.invert_text")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     next_line = 0.0
 
-    def show(progress: Progress) -> None:
+    def show_line(progress: Progress) -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + line_seconds
             text = f"{_state(progress)}: {visible(progress.prompt_text)}"
             console.print(text, soft_wrap=True)
 
-    yield show
+    try:
+        if console.is_terminal:
+            with Live(console=console, transient=True, auto_refresh=False) as live:
+                yield lambda progress: live.update(_block(progress), refresh=True)
+        else:
+            yield show_line
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _block(progress: Progress) -> Group:
@@ -50,9 +65,11 @@ def _block(progress: Progress) -> Group:
 
 def _state(progress: Progress) -> str:
     left = "" if progress.seconds_left is None else f", at most {clock(progress.seconds_left)} left"
+    copied = own_words(progress.text, progress.prompt_text)
     return (
         f"N={progress.prompt_length}, step {progress.step}, best LCS {progress.lcs:.2f}, "
         f"{clock(progress.seconds)}{left}"
+        + (f", holds the text's own {_listed(copied)}" if copied else "")
     )
 
 
@@ -63,19 +80,89 @@ def _marked(target_ids: Sequence[int], output_ids: Sequence[int], tokens: Sequen
 
 
 def print_found(row: Inversion) -> None:
-    """The result, line by line, on stdout."""
+    """The result, line by line, on stdout; what one pastes stands there for Python and shells."""
     pasted = "the same" if row.round_trips else f"honest LCS {row.round_trip_lcs:.2f}"
     verdict = "exact" if row.exact else "best effort"
     found = f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, {row.seconds:.1f} s"
+    whole = whole_prompt(row)
     lines = {
-        "text": Text(visible(row.target_text)),
-        "prompt": Text(visible(row.prompt_text), "cyan"),
+        "text": Text(repr(row.target_text)),
+        "prompt": Text(repr(row.prompt_text), "cyan"),
+        **({"whole prompt": Text(repr(whole))} if row.full_text else {}),
+        "in a shell": Text(shell_quoted(whole)),
         "prompt ids": Text(" ".join(map(str, row.prompt_ids))),
-        **({"to paste": Text(visible(row.full_text))} if row.full_text else {}),
-        "the LM says": _marked(row.target_ids, row.output_ids, row.output_tokens),
+        "the LM says": Text.assemble(
+            '"', _marked(row.target_ids, row.output_ids, row.output_tokens), '"'
+        ),
         "when pasted": Text(pasted),
+        "own words": Text(_listed(own_words(row.target_text, row.prompt_text)) or "none"),
         "honest LCS": Text(f"{row.lcs:.2f}, {verdict}", "green" if row.exact else "yellow"),
         "found by": Text(found + (", interrupted" if row.stop_reason == "interrupted" else "")),
     }
     for name, line in lines.items():
-        Console(highlight=False).print(Text.assemble((f"{name:<12}", "bold"), line), soft_wrap=True)
+        Console(highlight=False).print(Text.assemble((f"{name:<14}", "bold"), line), soft_wrap=True)
+
+
+def print_advice(row: Inversion, options: Mapping[str, Any]) -> None:
+    """What to try where the text was not found, on stderr."""
+    text, alone = row.target_text, options["template"] is None and not options["chat"]
+    seconds = round(5 * (options["seconds"] or max(row.seconds, 60)))
+    longer = 2 * len(row.prompt_ids)
+    tips = {
+        f'" {text.strip()[:20]} ..."': "with a space first, as in the middle of a line"
+        if alone and text[0].isalnum()
+        else "",
+        f"--seconds {seconds}": "more time",
+        f"--prompt_length {longer}": "a longer prompt, with all of the time",
+        f"--seed {options['seed'] + 1} --restarts 4": "other starts, four side by side",
+        "--forbid_target_tokens none": "the text's own words may be in the prompt"
+        if options["forbid_target_tokens"] != "none"
+        else "",
+    }
+    console = Console(stderr=True, highlight=False, markup=False)
+    console.print("Not found. What to try next:")
+    for option, why in tips.items():
+        if why:
+            console.print(f"  {visible(option):<28} {why}", soft_wrap=True)
+
+
+def whole_prompt(row: Inversion) -> str:
+    """What one pastes: the prompt, with what stands around it."""
+    return row.full_text or row.prompt_text
+
+
+def shell_quoted(text: str) -> str:
+    r"""A text as one word on one line of bash or zsh.
+
+    >>> shell_quoted("it's"), shell_quoted(" a\n\xa0")
+    ('\'it\'"\'"\'s\'', "$' a\\n\\xc2\\xa0'")
+    """
+    if text.isprintable():
+        return shlex.quote(text)
+    named = {"\n": r"\n", "\t": r"\t", "\\": r"\\", "'": r"\'"}
+    spelled = (
+        named.get(c) or (c if c.isprintable() else "".join(f"\\x{b:02x}" for b in c.encode()))
+        for c in text
+    )
+    return f"$'{''.join(spelled)}'"
+
+
+def own_words(text: str, prompt: str) -> list[str]:
+    """Words of a prompt that are words of the text, or like them (`stems`).
+
+    >>> own_words(" The quick brown fox", " quickly, the Foxes Browne red")
+    ['quickly', 'the', 'foxes', 'browne']
+    """
+    words, targets = (re.findall(r"\w+", each.casefold()) for each in (prompt, text))
+    return [word for word in dict.fromkeys(words) if any(_is_near(word, t) for t in targets)]
+
+
+def _is_near(word: str, target: str) -> bool:
+    run = SequenceMatcher(None, word, target, autojunk=False).find_longest_match().size
+    if len(target) <= 3:
+        return word == target or run == len(target) == 3
+    return run >= max(3, (min(len(word), len(target)) + 1) // 2)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(visible(word) for word in words)

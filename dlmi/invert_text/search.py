@@ -5,8 +5,12 @@ each from several starts, side by side in slots. The starts of a text are target
 first that is exact ends the others, and the last open text ends the run.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -21,7 +25,9 @@ from dlmi.rows import Inversion
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
+from dlmi.scoring.evaluation import evaluate_alone
 from dlmi.targets.files import texts_to_targets
+from dlmi.targets.target import Target
 from dlmi.targets.template import Messages, find_template
 from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
@@ -29,6 +35,8 @@ from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
 _NO_STEP_LIMIT = 10**9
+_MOST_COPIES = 3  # of the text, as a trivial prompt
+_log = logging.getLogger(__name__)
 
 
 @overload
@@ -51,7 +59,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     restarts: int = 1,
     seed: int = 0,
     allowed_tokens: AllowedTokens = "round_trip",
-    forbid_target_tokens: ForbiddenTokens = "none",
+    forbid_target_tokens: ForbiddenTokens = "stems",
     fluency: float = 0.0,
     prompt_bos: bool = False,
     template: str | Messages | None = None,
@@ -61,7 +69,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
 ) -> Inversion | list[Inversion]:
     """Find the prompt after which a language model greedily says a text.
 
-    Nothing is written and nothing is printed. Ctrl-C ends the search and gives the best so far.
+    Nothing is written and nothing is printed; what it is doing goes to the logger
+    `dlmi.invert_text`, at level INFO. Ctrl-C ends the search and gives the best so far.
 
     Args:
         lm: A FrozenLM, a name for `load_lm`, or a pair of a causal LM of transformers and its
@@ -108,50 +117,77 @@ def invert(  # type: ignore[misc]  # the options stand here alone
             raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
     if seconds is not None and not seconds > 0:
         raise InputError(f"Expected `seconds` to be positive, but got {seconds}.")
-    check_allowed_tokens(allowed_tokens)
-    around = find_template(template, chat, "`template`")
-    if around is not None and around.fields:
-        raise InputError(
-            f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}} is "
-            "a field. `fit` fills fields, from a targets file."
-        )
-    asked, eval_every = named_method(method, options or {})
-
-    lm = _as_frozen_lm(lm, dtype)
-    targets = texts_to_targets(lm, texts, around)
-    lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
-    if lm.max_positions is not None:  # those that fit; the shortest in any case
-        room = lm.max_positions - max(target.longest_row(0) for target in targets)
-        lengths = tuple(n for n in lengths if n < room) or lengths[:1]
-    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
-    with watch.stop_on_ctrl_c():
-        for index, length in enumerate(lengths):
-            left = watch.seconds_left
-            solved = {group for group, row in watch.found.items() if row.exact}
-            if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
-                break
-            starts = [  # targets of one group, with noise of their own
-                dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
-                for start in range(restarts)
-                for target in targets
-                if target.id not in solved
-            ]
-            inverter = Inverter(
-                asked,
-                prompt_length=length,
-                steps=_NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
-                eval_every=eval_every,
-                prompt_bos=prompt_bos,
-                allowed_tokens=allowed_tokens,
-                forbid_target_tokens=forbid_target_tokens,
-                fluency=fluency,
-                seed=seed,
+    with _own_names():
+        check_allowed_tokens(allowed_tokens)
+        around = find_template(template, chat, "`template`")
+        if around is not None and around.fields:
+            raise InputError(
+                f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}}"
+                " is a field. `fit` fills fields, from a targets file."
             )
-            data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-            share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
-            run_quietly(inverter, data, [watch], share)
+        asked, eval_every = named_method(method, options or {})
+        lm = _as_frozen_lm(lm, dtype)
+        targets = texts_to_targets(lm, texts, around)
+        for target in targets:
+            _log.info(_about_copying(lm, target))
+        lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
+        if lm.max_positions is not None:  # those that fit; the shortest in any case
+            room = lm.max_positions - max(target.longest_row(0) for target in targets)
+            lengths = tuple(n for n in lengths if n < room) or lengths[:1]
+        watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+        with watch.stop_on_ctrl_c():
+            for index, length in enumerate(lengths):
+                left = watch.seconds_left
+                solved = {group for group, row in watch.found.items() if row.exact}
+                if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
+                    break
+                starts = [  # targets of one group, with noise of their own
+                    dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
+                    for start in range(restarts)
+                    for target in targets
+                    if target.id not in solved
+                ]
+                inverter = Inverter(
+                    asked,
+                    prompt_length=length,
+                    steps=_NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                    eval_every=eval_every,
+                    prompt_bos=prompt_bos,
+                    allowed_tokens=allowed_tokens,
+                    forbid_target_tokens=forbid_target_tokens,
+                    fluency=fluency,
+                    seed=seed,
+                )
+                data = TargetDataModule.of(lm, starts, batch_size=len(starts))
+                share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
+                run_quietly(inverter, data, [watch], share)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
+
+
+def _about_copying(lm: FrozenLM, target: Target) -> str:
+    """Whether the trivial prompt, the text itself, once or repeated, makes the LM say it."""
+    for copies in range(1, _MOST_COPIES + 1):
+        if target.longest_row(copies * len(target.ids)) > (lm.max_positions or math.inf):
+            break
+        with contextlib.suppress(InputError):  # a template may ask for another length
+            said = evaluate_alone(lm, target.ids * copies, target, 0)
+            if said.output_ids == target.ids:
+                times = "" if copies == 1 else f", {copies} times over,"
+                return f"the text itself{times} works as a prompt; looking for another"
+    return f"the text itself, up to {_MOST_COPIES} times over, does not work as a prompt"
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Let errors of the parts name the arguments of `invert`, not those of `fit`."""
+    try:
+        yield
+    except InputError as error:
+        line = re.sub(r"`data\.targets\.texts\[0\]`", "`text`", str(error))
+        line = re.sub(r"`data\.targets\.texts", "`text", line)
+        line = re.sub(r"`(?:model\.method|model|data)\.(?=\w)", "`", line)
+        raise InputError(line) from error
 
 
 def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
@@ -159,6 +195,7 @@ def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
     if isinstance(lm, FrozenLM):
         return lm
     if isinstance(lm, str):
+        _log.info("loading %s", lm)
         return load_lm(lm, dtype, default_device())
     if isinstance(lm, tuple) and len(lm) == 2:
         model, tokenizer = lm

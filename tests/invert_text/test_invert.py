@@ -1,9 +1,13 @@
 """One text, one call or one command: what it finds, what it says, and how it ends."""
 
+import ast
 import dataclasses
+import inspect
 import io
 import json
+import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from dlmi import InputError, Inversion, Inverter, Progress, TargetDataModule, invert
 from dlmi.cli.main import main
 from dlmi.invert_text.named_methods import named_method
-from dlmi.invert_text.screen import print_found, search_screen
+from dlmi.invert_text.screen import print_found, search_screen, shell_quoted
 from dlmi.invert_text.search import AUTO_LENGTHS
 from dlmi.methods import DLMI, GCG, PEZ, SwapSearch
 from dlmi.targets.files import texts_to_targets
@@ -24,6 +28,7 @@ from dlmi.targets.files import texts_to_targets
 EASY = "w9 w9"  # four tokens suffice
 LONGER = "w11 w22"  # four do not, within these steps
 HARD = "w1 w2 w9 w9 w9 w8"
+KEPT_OUT = {"allowed_tokens": "round_trip", "forbid_target_tokens": "stems"}  # by default
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +74,7 @@ def test_a_text_gives_a_prompt_that_works_and_nothing_else(tiny, capfd):
 
 def test_it_finds_what_a_run_finds(tiny, fit):
     row = invert(tiny, HARD, prompt_length=4, steps=3, seed=2)
-    run = Inverter(SwapSearch(), prompt_length=4, steps=3, allowed_tokens="round_trip", seed=2)
+    run = Inverter(SwapSearch(), prompt_length=4, steps=3, **KEPT_OUT, seed=2)
     [target] = texts_to_targets(tiny, [HARD])
     start = dataclasses.replace(target, id="text_0#0")
     [other] = fit(run, TargetDataModule.of(tiny, [start])).values()
@@ -134,7 +139,7 @@ def test_the_best_of_the_starts_counts_where_none_is_exact(tiny):
     options = {"prompt_length": 3, "steps": 1, "seed": 2}
     first, best = (invert(tiny, HARD, restarts=restarts, **options) for restarts in (1, 3))
     assert first.lcs < best.lcs < 1
-    assert (first.target_id, best.target_id) == ("text_0#0", "text_0#2")
+    assert (first.target_id, best.target_id) == ("text_0#0", "text_0#1")
 
 
 def test_time_ends_a_search(tiny):
@@ -178,11 +183,14 @@ def test_prompts_without_the_words_of_the_text(tiny):
     ("changes", "line"),
     [
         ({"text": []}, "at least one text"),
-        ({"text": ["w1", ""]}, "texts\\[1\\]"),
+        ({"text": ["w1", ""]}, "`text\\[1\\]` to be a text"),
         ({"lm": 3}, "a pair \\(model, tokenizer\\), but got int"),
         ({"seconds": 0}, "`seconds` to be positive"),
         ({"options": {"temperature": 1}}, "options of SwapSearch .*but got 'temperature'"),
-        ({"options": {"width": "x"}}, "to fit SwapSearch, but expected `int`.*at `width`"),
+        ({"options": {"width": "x"}}, "to fit SwapSearch: expected `int`.*at `width`"),
+        ({"options": {"width": 0}}, "to fit SwapSearch: expected `width` to be at least 1"),
+        ({"fluency": -1.0}, "Expected `fluency` to be at least 0"),
+        ({"text": ""}, "Expected `text` to be a text"),
         ({"method": PEZ(), "options": {"lr": 1.0}}, "the name of a method alone"),
         ({"method": "Refined"}, "`method` to be one of ADC"),
         ({"prompt_length": 63}, "at most 64"),
@@ -200,9 +208,73 @@ def test_what_cannot_be_is_refused(tiny, changes, line):
 def test_solved_is_0(command, capfd):
     assert command(EASY, "--prompt_length", 4, "--steps", 200) == 0
     out, err = capfd.readouterr()
-    assert "honest LCS  1.00, exact" in out
-    assert "when pasted the same" in out
-    assert err.startswith("N=4, step 0, best LCS")
+    assert "honest LCS    1.00, exact" in out
+    assert "when pasted   the same" in out
+    assert "own words     none" in out
+    loading, copying, state, *_ = err.splitlines()
+    assert loading.startswith("loading ")
+    assert copying == "the text itself, up to 3 times over, does not work as a prompt"
+    assert state.startswith("N=4, step 0, best LCS")
+    assert "try next" not in err
+
+
+def test_it_says_when_the_text_itself_works_and_which_words_a_prompt_holds(tiny, command, capfd):
+    words = [tiny.decode([i]) for i in range(3, 31)]
+    word = next(w for w in words if say(tiny, tiny.encode(w), 1) == tuple(tiny.encode(w)))
+    assert command(word, "--prompt_length", 1, "--steps", 1, "--json") == 0
+    out, err = capfd.readouterr()
+    assert "the text itself works as a prompt; looking for another" in err
+    row = Inversion.from_json(json.loads(out))
+    print_found(dataclasses.replace(row, prompt_text=f"w0 {word}"))
+    assert f"own words     {word}" in capfd.readouterr().out
+
+
+def test_what_is_printed_can_be_pasted(tiny, command, capfd, tmp_path):
+    flags = ["--prompt_length", 3, "--steps", 2, "--template", "w5 w6 {slot}"]
+    command(HARD, *flags, "--save", tmp_path / "prompt.txt")
+    lines = dict(re.split("  +", line, maxsplit=1) for line in capfd.readouterr().out.splitlines())
+    whole = ast.literal_eval(lines["whole prompt"])
+    assert ast.literal_eval(lines["prompt"]) in whole
+    assert pasted(lines["in a shell"]) == whole
+    assert (tmp_path / "prompt.txt").read_bytes() == whole.encode()
+    said = "".join(tiny.decode([i]) for i in say(tiny, tiny.encode(whole), 6))
+    assert (lines["when pasted"] == "the same") == (f'"{said}"' == lines["the LM says"])
+
+
+def pasted(shell_line):
+    """What bash makes of it."""
+    script = f"printf %s {shell_line}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " a",
+        "it's",
+        "\xa0 \u202e",
+        "$HOME `id` !! \\n",
+        "a\nb\t'\x1b[31m\x07'",
+        "\x7f0 é 日本 \\x41\r",
+    ],
+)
+def test_any_text_can_be_pasted_into_a_shell(text):
+    line = shell_quoted(text)
+    assert line.isprintable()
+    assert pasted(line) == text
+
+
+def test_a_failure_says_what_to_try_next(command, capfd):
+    assert command(HARD, "--prompt_length", 3, "--steps", 1) == 3
+    err = capfd.readouterr().err
+    assert "Not found. What to try next:" in err
+    for tip in ("--seconds 300", "--prompt_length 6", "--forbid_target_tokens none", '" w1 w2'):
+        assert tip in err
+
+
+def test_the_example_of_the_help_fits_the_default_method():
+    example = re.search(r"'(\{.*?\})'", invert.__doc__)
+    named_method(inspect.signature(invert).parameters["method"].default, json.loads(example[1]))
 
 
 def test_best_effort_is_3_and_json_is_all_there_is(command, capfd, tiny):
@@ -233,6 +305,8 @@ def test_the_text_can_come_from_elsewhere(command, capfd, monkeypatch, tmp_path,
     [
         ([" "], "Expected TEXT to hold a text, but it is empty."),
         (["--file", "absent"], "Expected `--file` to be a readable file, but got absent"),
+        (["w1", "--save", "/"], "Expected `--save` to be a new file"),
+        (["w1", "--template", "{slot} w2{x}"], "Expected `template` to hold"),
         (["w1", "--file", "absent"], "Expected TEXT or `--file`, but got both."),
         (["-"], "Expected stdin to be UTF-8"),
         (["w1", "--method", "Magic"], "Expected `method` to be one of ADC"),
@@ -257,9 +331,11 @@ def test_ctrl_c_prints_the_best_so_far(model_folder, tmp_path):
     # No budget that it could meet before the signal.
     flags = ["--lm", model_folder(), "--prompt_length", "3", "--steps", "100000000", "--json"]
     process = start(["invert", HARD, *flags], tmp_path)
-    assert process.stderr.readline().startswith("N=3, step 0")
+    for start_of_line in ("loading", "the text itself", "N=3, step 0"):
+        assert process.stderr.readline().startswith(start_of_line)
     process.send_signal(signal.SIGINT)
-    out, _ = finish(process, exit_code=3)
+    out, err = finish(process, exit_code=3)
+    assert "stopping after this step; Ctrl-C again stops at once" in err
     row = json.loads(out)
     assert row["stop_reason"] == "interrupted"
     assert len(row["prompt_ids"]) == 3
