@@ -19,6 +19,7 @@ from dlmi.invert_text.named_methods import named_method
 from dlmi.invert_text.progress import Progress, Watch
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
+from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
 from dlmi.methods.base import Method
 from dlmi.rows import Inversion
@@ -65,6 +66,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     template: str | Messages | None = None,
     chat: bool = False,
     dtype: DType = "auto",
+    pass_dtype: PassDType | None = "auto",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Inversion | list[Inversion]:
     """Find the prompt after which a language model greedily says a text.
@@ -95,6 +97,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
             as a list of messages: '[{"role": "user", "content": "Joke {slot}"}]'.
         chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
         dtype: Of an LM that is given by its name, as in `fit`'s `data`.
+        pass_dtype: What the LM searches in; `auto` is the fastest, measured once for a machine.
+            What is found is measured in the LM's own dtype.
         on_progress: Called after each step and each evaluation, for each text that is not solved.
 
     Returns:
@@ -156,6 +160,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
                     allowed_tokens=allowed_tokens,
                     forbid_target_tokens=forbid_target_tokens,
                     fluency=fluency,
+                    pass_dtype=pass_dtype,
                     seed=seed,
                 )
                 data = TargetDataModule.of(lm, starts, batch_size=len(starts))

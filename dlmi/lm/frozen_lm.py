@@ -8,7 +8,6 @@ are computed once. Nothing here ever changes a weight.
 Axes: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM, d embedding width.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ class FrozenLM:
         rows_per_pass: Cuts passes over many rows to what fits into memory.
         precision: What its passes run in, where that is not its own dtype.
         compile_passes: Whether passes that gradients go through are compiled.
+        copies: Itself with weights of other dtypes (`dlmi.lm.pass_dtype`).
         end_ids: Tokens that end a text of the LM.
         embedding_matrix: What the LM reads for each id, (rows, d).
         prompt_token_ids: The ids a prompt may hold: rows that no token uses are left out.
@@ -63,10 +63,11 @@ class FrozenLM:
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
-        self._bos = bos
+        self.bos = bos
         self.rows_per_pass = RowsPerPass()
         self.precision = PassPrecision()
         self.compile_passes = False
+        self.copies: dict[torch.dtype, FrozenLM] = {}
         self._run = Forward(model, self.precision)
         self.embedding_matrix = checks.read_embedding_matrix(model)
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
@@ -119,7 +120,7 @@ class FrozenLM:
     @property
     def bos_id(self) -> int:
         """The token that stands before a text: the override, else BoS, else EoS."""
-        bos_id = checks.find_bos_id(self.tokenizer, self._bos, self.name)
+        bos_id = checks.find_bos_id(self.tokenizer, self.bos, self.name)
         self.check_ids([bos_id], "`bos`")
         return bos_id
 
@@ -299,14 +300,6 @@ class FrozenLM:
     def fingerprint(self) -> str:
         """A short hash over the head of every weight: tells models apart, costs no time."""
         return fingerprint(self.model)
-
-    @contextlib.contextmanager
-    def mixed_precision(self) -> Iterator[None]:
-        """Within, the autocast that is on outside reaches the LM's passes and nothing else."""
-        kind = self.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        with torch.autocast(kind, enabled=False), self.precision.set_to(dtype):
-            yield
 
     def _some_ids(self, count: int) -> Tensor:
         places = torch.linspace(0, len(self.prompt_token_ids) - 1, count).long()

@@ -32,6 +32,14 @@ class PassPrecision:
         finally:
             self.dtype = before
 
+    @contextlib.contextmanager
+    def as_outside(self, device_type: str) -> Iterator[None]:
+        """Within, the autocast that is on outside reaches the LM's passes and nothing else."""
+        is_on = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if is_on else None
+        with torch.autocast(device_type, enabled=False), self.set_to(dtype):
+            yield
+
     def around_pass(self, device_type: str) -> torch.autocast:
         """What a pass of the LM runs under, whatever is on outside."""
         return torch.autocast(device_type, self.dtype, enabled=self.dtype is not None)

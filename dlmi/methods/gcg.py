@@ -111,11 +111,16 @@ class GCG(Search[GCGState]):
         if len(ids) == 0:
             return step, state
         tried = yield Pass(ids, slot.examples, self.loss, like_ids=x)
-        best = int(tried.losses.argmin())
-        if self.buffer_size > 0 and tried.losses[best] >= now.losses[0]:
+        best = ids[int(tried.losses.argmin())]
+        loss, output_ids, rival = tried.losses.min(), tried.output_ids[tried.losses.argmin()], now
+        if slot.must_confirm:
+            both = torch.stack([x, best])
+            rival = yield Pass(both, slot.examples, self.loss, like_ids=x, is_measured=True)
+            loss, output_ids = rival.losses[1], rival.output_ids[1]
+        if self.buffer_size > 0 and loss >= rival.losses[0]:
             return step, state
-        found_ids = ids[best] if slot.is_wanted(tried.output_ids[best]) else None
-        return Step(step.loss, step.output_ids, found_ids=found_ids), GCGState(ids[best])
+        found_ids = best if slot.is_wanted(output_ids) else None
+        return Step(step.loss, step.output_ids, found_ids=found_ids), GCGState(best)
 
     def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:
         """The candidates that round-trip; if none does, and none must, all."""

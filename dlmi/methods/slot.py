@@ -31,6 +31,8 @@ class Slot:
     step: int = 0  # steps taken
     progress: float = 0.0  # share of the budget that is used
     can_narrow: bool = True  # whether a search may read the end of a prompt alone
+    # Whether passes are in another dtype than measurements, so that what is kept is read again
+    must_confirm: bool = False
 
     index: int = 0  # which of the inverter's parameters are its own
     key: int = 0  # seed of noise that is made from counters
@@ -38,6 +40,7 @@ class Slot:
     cost: Cost = field(default_factory=Cost)  # token-passes so far
     # Beginnings of prompts that it has paid for
     known: list[tuple[int, ...]] = field(default_factory=list)
+    known_measured: list[tuple[int, ...]] = field(default_factory=list)
     seconds: float = 0.0  # wall time spent in the slot
     best: Evaluation | None = None  # the best evaluation so far
     last: Evaluation | None = None  # the latest evaluation
@@ -84,7 +87,7 @@ class Slot:
 
     def account(self, left: float) -> Account:
         """An account of what it may still spend."""
-        return Account(left, self.known)
+        return Account(left, self.known, self.known_measured)
 
     def take(self, loss: Tensor, output_ids: Tensor) -> None:
         """Note what a step has given."""

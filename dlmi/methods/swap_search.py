@@ -135,8 +135,8 @@ class SwapSearch(Search[SwapState]):
         examples = [example.id for example in slot.examples]
         if state.scored_on != examples:  # scores on other examples cannot be compared
             state = SwapState(state.at, state.window, [0] * len(examples), examples)
-            first = yield from self._score(slot, state, state.at.ids[None], state.at.ids)
-            yield from self._move(slot, state, first[0])
+            first = yield from self._measured(slot, state, state.at.ids)
+            yield from self._move(slot, state, first)
         if state.swaps is None:
             state.swaps = yield from self._promising(slot, state)
         if state.waited >= _PATIENCE or bool((state.swaps == NO_SWAP).all()):
@@ -162,6 +162,8 @@ class SwapSearch(Search[SwapState]):
             if len(merged):
                 found += yield from self._score(slot, state, merged, at.ids)
         best = min(found, key=lambda c: c.score)
+        if best.score < at.score and slot.must_confirm:
+            best = yield from self._measured(slot, state, best.ids)
         if best.score < at.score:
             yield from self._move(slot, state, best)
         else:
@@ -177,9 +179,8 @@ class SwapSearch(Search[SwapState]):
         elif state.aside is not None:
             yield from self._move(slot, state, state.aside)
         else:
-            kicked_ids = self._kicked(slot, state)
-            kicked = yield from self._score(slot, state, kicked_ids, state.at.ids)
-            yield from self._move(slot, state, kicked[0])
+            kicked = yield from self._measured(slot, state, self._kicked(slot, state)[0])
+            yield from self._move(slot, state, kicked)
 
     def _move(self, slot: Slot, state: SwapState, to: Candidate) -> "Generator[Pass, Scores, None]":
         """Go to a prompt; where it gets other tokens right, its score is another."""
@@ -188,7 +189,7 @@ class SwapSearch(Search[SwapState]):
         is_known = right == state.right
         while not is_known:
             state.right = right  # other weights and another horizon
-            [to] = yield from self._score(slot, state, to.ids[None], to.ids)
+            to = yield from self._measured(slot, state, to.ids)
             found = self._right(slot, state, to)
             # More may be right beyond the old horizon; fewer is a tie that rounding has broken.
             is_known = all(new <= old for new, old in zip(found, right, strict=True))
@@ -269,11 +270,22 @@ class SwapSearch(Search[SwapState]):
             norm_gradient_scale=self.norm_gradient_scale,
         )
 
+    def _measured(self, slot: Slot, state: SwapState, ids: Tensor) -> Steps[Candidate]:
+        """One prompt, (N,), scored in the dtype of measurements."""
+        [candidate] = yield from self._score(slot, state, ids[None], ids, is_measured=True)
+        return candidate
+
     def _score(
-        self, slot: Slot, state: SwapState, ids: Tensor, like_ids: Tensor
+        self,
+        slot: Slot,
+        state: SwapState,
+        ids: Tensor,
+        like_ids: Tensor,
+        is_measured: bool = False,
     ) -> Steps[list[Candidate]]:
         """Prompts, (C, N), that are variations of one, scored."""
-        scores = yield self._pass(slot, state, ids, like_ids)
+        asked = self._pass(slot, state, ids, like_ids)
+        scores = yield replace(asked, is_measured=is_measured)
         right = torch.stack(self._rights(slot, state, scores.output_ids)).sum(0)  # (C,)
         values: list[Any] = (scores.losses - right / len(slot.examples)).tolist()
         return [Candidate(*c) for c in zip(ids, values, scores.output_ids, strict=True)]

@@ -13,12 +13,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from dlmi.errors import InputError, RunStopped
+from dlmi.lm.pass_dtype import PassDType
 
 LAST = "last.ckpt"
 
 
 class _Inversion(TypedDict):
     identity: dict[str, Any]
+    pass_dtype: PassDType | None
     slots: list[dict[str, Any]]
     finished_ids: list[str]
 

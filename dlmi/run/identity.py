@@ -58,6 +58,8 @@ def check_row(row: Inversion, identity: dict[str, Any]) -> None:
     """Raise `InputError` unless a row of the run's folder could have come from this run."""
     allowed_ids = identity["model.allowed_tokens as ids"]  # which no row knows
     found = run_identity(row.method, row.settings, vars(row), allowed_ids)
+    if identity["model.pass_dtype"] == "auto":  # it holds what was chosen
+        found["model.pass_dtype"] = "auto"
     what = f"the row of {row.target_id} in the run's folder"
     _check_same(found, identity, what, "Go on with the run's own settings, or in another folder.")
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.pass_dtype import PassDType, pass_copy
 from dlmi.lm.precision import drop_gradient_scaler
 from dlmi.methods.base import Method, settings_of
 from dlmi.methods.slot import Slot
@@ -60,6 +61,8 @@ class Inverter(LightningModule):
             its words and their near-copies (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         norm_gradient_scale: Factor on gradients at the LM's norm layers; unset: the method's own.
+        pass_dtype: What the LM searches in: a dtype, or `auto` for the fastest on this machine,
+            which is measured once; unset: `data.dtype`, which all that is kept is measured in.
         seed: With the target's id it fixes all draws. On the command line: `seed_everything`.
 
     Attributes:
@@ -85,6 +88,7 @@ class Inverter(LightningModule):
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
         norm_gradient_scale: float | None = None,
+        pass_dtype: PassDType | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -105,6 +109,7 @@ class Inverter(LightningModule):
         self.forbid_target_tokens = forbid_target_tokens
         self.fluency = fluency
         self.norm_gradient_scale = norm_gradient_scale
+        self.pass_dtype: PassDType | None = pass_dtype
         self.seed = seed
         self.prompts = nn.ModuleList()
         self.workers = Workers.alone()
@@ -159,6 +164,8 @@ class Inverter(LightningModule):
         settings |= {name: getattr(self, name) for name in _ARGUMENTS}
         if self.norm_gradient_scale is None:
             settings["norm_gradient_scale"] = own_scale
+        if hasattr(self, "engine"):
+            settings["pass_dtype"] = self.engine.pass_dtype
         precision = self.trainer.precision
         return {**settings, "precision": None if precision == "32-true" else precision}
 
@@ -180,6 +187,7 @@ class Inverter(LightningModule):
         fluency = Fluency(self.vocabulary, self.fluency) if self.fluency else None
         count = min(self.data.batch_size, -(-len(self._targets) // self.workers.size))
         self.engine = Engine(self.vocabulary, fluency, self.norm_gradient_scale, count)
+        self.engine.read_with(pass_copy(self.lm, self.pass_dtype))
         self.budget = Budget(
             self.steps,
             self.token_budget,
@@ -207,7 +215,8 @@ class Inverter(LightningModule):
         target_set = fingerprint_targets(self.data.targets)
         self._environment = {**describe_environment(self.lm), "target_set": target_set}
         method, allowed_ids = type(self.method).__name__, self.vocabulary.fingerprint()
-        self.identity = run_identity(method, self.settings, self._environment, allowed_ids)
+        settings = {**self.settings, "pass_dtype": self.pass_dtype}
+        self.identity = run_identity(method, settings, self._environment, allowed_ids)
         drop_gradient_scaler(self.trainer)
         self.stop_requested = False
 
@@ -279,6 +288,7 @@ class Inverter(LightningModule):
         """Add what the slots' future depends on, by target; Lightning has it by place."""
         checkpoint["inversion"] = {
             "identity": self.identity,
+            "pass_dtype": self.engine.pass_dtype,
             "slots": [pack_slot(slot, self.trainer.optimizers) for slot in self.active],
             "finished_ids": sorted(self._finished_ids),
         }
@@ -288,6 +298,8 @@ class Inverter(LightningModule):
         """Take it back, once it is sure that the checkpoint belongs to this run."""
         saved = checkpoint["inversion"]
         check_checkpoint(saved["identity"], self.identity)
+        if self.pass_dtype == "auto":  # as on the machine where it began
+            self.engine.read_with(pass_copy(self.lm, saved["pass_dtype"]))
         self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
         checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
 

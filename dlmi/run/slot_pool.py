@@ -85,6 +85,7 @@ class SlotPool:
             length=self.budget.prompt_length,
             rng=torch.Generator(device=self.engine.lm.device).manual_seed(key),
             can_narrow=self.can_narrow,
+            must_confirm=self.engine.has_copy,
             index=index,
             key=key,
             reset_moments=reset_moments,
@@ -128,7 +129,7 @@ class SlotPool:
             slots = [slot for slot in self.active if self.prepare(slot)]
         accounts = [slot.account(self.budget.left(slot)) for slot in slots]
         steps = []
-        with lm.mixed_precision():
+        with lm.precision.as_outside(lm.device.type):
             asked = [self.method.step(slot, slot.state) for slot in slots]
             outcomes = advance(asked, self.engine, accounts)
         for slot, outcome, account in zip(slots, outcomes, accounts, strict=True):

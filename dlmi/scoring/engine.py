@@ -43,8 +43,9 @@ class Engine:
         slots: How many slots ask at the same time, at most.
 
     Attributes:
-        lm: The model.
-        prefixes: Beginnings whose keys and values are kept.
+        lm: The model, in the dtype of measurements.
+        prefixes: Beginnings whose keys and values are kept, of measurements.
+        pass_lm: The same model in the dtype of passes.
     """
 
     def __init__(
@@ -58,7 +59,26 @@ class Engine:
         self._matrix = vocabulary.matrix if fluency is None else fluency.matrix
         self._fluency = fluency
         self._scale = norm_gradient_scale
-        self.prefixes = PrefixStore(self.lm, REMEMBERED * slots + _SPARE_PREFIXES)
+        self._kept = REMEMBERED * slots + _SPARE_PREFIXES
+        self.prefixes = PrefixStore(self.lm, self._kept)
+        self.read_with(self.lm)
+
+    def read_with(self, lm: FrozenLM) -> None:
+        """Make passes with a copy of the LM in another dtype (`dlmi.lm.pass_dtype`)."""
+        self.pass_lm = lm
+        self._pass_prefixes = self.prefixes
+        if self.has_copy:
+            self._pass_prefixes = PrefixStore(lm, self._kept)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether passes are in another dtype than measurements."""
+        return self.pass_lm is not self.lm
+
+    @property
+    def pass_dtype(self) -> str | None:
+        """Its name, where it is another."""
+        return self.pass_lm.dtype_name if self.has_copy else None
 
     # ---- what a pass reads, and what that costs
 
@@ -66,7 +86,9 @@ class Engine:
         """What a pass costs a slot; notes in its account what it will have read."""
         rows = self._rows(asked)
         tokens = sum(row.length for row in rows)
-        once = sum(account.learn(ids) for ids in dict.fromkeys(row.prefix_ids for row in rows))
+        is_measured = self._is_measured(asked)
+        prefixes = dict.fromkeys(row.prefix_ids for row in rows)
+        once = sum(account.learn(ids, is_measured) for ids in prefixes)
         if self._keeps_prompt(asked):
             for row in rows:
                 account.learn(_whole_ids(asked.prompts, row.example))  # part of its tokens
@@ -77,7 +99,10 @@ class Engine:
         prefixes = [example.context.prefix_ids for example in examples]
         if not self.lm.can_share:
             return sum(map(len, prefixes))
-        return sum(account.learn(ids) for ids in dict.fromkeys(prefixes))
+        return sum(account.learn(ids, self.has_copy) for ids in dict.fromkeys(prefixes))
+
+    def _is_measured(self, asked: Pass) -> bool:
+        return asked.is_measured and self.has_copy
 
     def _rows(self, asked: Pass) -> list[Row]:
         """The rows of a pass, prompt by prompt; planned once."""
@@ -115,8 +140,8 @@ class Engine:
 
     def _keeps_prompt(self, asked: Pass) -> bool:
         """Whether the keys and values of a prompt are kept from the pass for its gradient."""
-        is_own_dtype = self.lm.precision.dtype is None
-        return asked.swaps is not None and self.lm.can_pack and is_own_dtype
+        is_plain = self.pass_lm.precision.dtype is None  # no autocast
+        return asked.swaps is not None and self.lm.can_pack and is_plain
 
     # ---- reading
 
@@ -125,24 +150,31 @@ class Engine:
         kinds: dict[object, list[int]] = {}
         for i, asked in enumerate(passes):
             kinds.setdefault(self._kind(asked), []).append(i)
-        prefixes = {row.prefix_ids: 0 for p in passes for row in self._rows(p) if row.start}
-        self.prefixes.read(list(prefixes))  # all that are new, together
+        for is_measured in (False, True):
+            asked_so = [p for p in passes if self._is_measured(p) == is_measured]
+            prefixes = {row.prefix_ids: 0 for p in asked_so for row in self._rows(p) if row.start}
+            self._store(is_measured).read(list(prefixes))  # all that are new, together
         scores: dict[int, Scores] = {}
         for members in kinds.values():
             read = self._read([passes[i] for i in members])
             scores.update(zip(members, read, strict=True))
         return _brought_to_host([scores[i] for i in range(len(passes))])
 
+    def _store(self, is_measured: bool) -> PrefixStore:
+        return self.prefixes if is_measured else self._pass_prefixes
+
     def _kind(self, asked: Pass) -> object:
         """What passes must have in common to be rows of one batch."""
         next_tau = None if asked.next_token is None else asked.next_token.tau
         scale = asked.norm_gradient_scale if asked.has_gradient else 1.0
-        wants_swaps = asked.swaps is not None
-        return asked.loss, asked.teacher_forcing, next_tau, asked.has_gradient, wants_swaps, scale
+        way = asked.has_gradient, asked.swaps is not None, self._is_measured(asked)
+        return asked.loss, asked.teacher_forcing, next_tau, scale, way
 
     def _read(self, passes: Sequence[Pass]) -> list[Scores]:
         """Passes of one kind."""
-        kind, lm = passes[0], self.lm
+        kind = passes[0]
+        is_measured = self._is_measured(kind)
+        lm = self.lm if is_measured else self.pass_lm
         rows, count, tokens = [], 0, 0
         for asked in passes:
             rows += [
@@ -155,7 +187,7 @@ class Engine:
         prompts = self._prompts(passes)  # (C, N, d) each
         reading = Reading(
             lm,
-            self.prefixes,
+            self._store(is_measured),
             batch,
             kind.loss,
             self._weights(passes, batch),
@@ -232,10 +264,10 @@ class Engine:
         def keep(row: int, layers: Layers) -> None:
             read = batch.rows[row]
             whole_ids = _whole_ids(passes[read.prompt].prompts, read.example)
-            known = self.prefixes.read([read.prefix_ids])[0] if read.start else None
+            known = self._pass_prefixes.read([read.prefix_ids])[0] if read.start else None
             own_ids = whole_ids[read.start :]
             cut = [(k[:, :, : len(own_ids)], v[:, :, : len(own_ids)]) for k, v in layers]
-            self.prefixes.keep(whole_ids, Prefix.joined(known, own_ids, cut))
+            self._pass_prefixes.keep(whole_ids, Prefix.joined(known, own_ids, cut))
 
         return keep
 

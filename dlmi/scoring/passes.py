@@ -82,6 +82,7 @@ class Pass:
     # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
     norm_gradient_scale: float = 1.0  # factor on gradients at the LM's norm layers
+    is_measured: bool = False  # in the LM's own dtype, whatever other passes are in
 
     @property
     def count(self) -> int:
@@ -130,18 +131,17 @@ class Account:
     left: float = float("inf")  # token-passes that it may still spend
     # Beginnings of prompts whose keys and values it has paid for, the latest last
     known: list[tuple[int, ...]] = field(default_factory=list)
+    # The same in the LM's own dtype, where that is not the dtype of passes
+    known_measured: list[tuple[int, ...]] = field(default_factory=list)
     cost: Cost = Cost()  # what it has spent since the account was opened
 
-    def unknown(self, ids: tuple[int, ...]) -> int:
-        """How many of the ids come after the longest beginning that was read before."""
-        return len(ids) - max((len(common_beginning([ids, k])) for k in self.known), default=0)
-
-    def learn(self, ids: tuple[int, ...]) -> int:
-        """Note that these are read now; gives how many of them are new."""
-        new = self.unknown(ids)
+    def learn(self, ids: tuple[int, ...], is_measured: bool = False) -> int:
+        """Note that these are read now; gives how many of them were not read before."""
+        known = self.known_measured if is_measured else self.known
+        new = len(ids) - max((len(common_beginning([ids, k])) for k in known), default=0)
         if ids and new:
-            self.known.append(ids)
-            del self.known[:-REMEMBERED]
+            known.append(ids)
+            del known[:-REMEMBERED]
         return new
 
     def charge(self, cost: Cost) -> bool:

@@ -119,7 +119,7 @@ def test_a_kept_prefix_is_in_the_lms_own_dtype(data):
     targets = data(dtype="float32")
     targets.load()
     lm = targets.lm
-    with torch.autocast("cpu", torch.bfloat16), lm.mixed_precision():
+    with torch.autocast("cpu", torch.bfloat16), lm.precision.as_outside(lm.device.type):
         [(keys, _), *_] = lm.read_prefix(torch.tensor([lm.bos_id])).layers
     assert keys.dtype == torch.float32
 
