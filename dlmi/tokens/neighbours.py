@@ -38,26 +38,30 @@ def echo_prompts(tokens: TargetTokens, length: int, count: int, rng: torch.Gener
         rng: Source of the draws.
 
     Returns:
-        Token ids, (C, N). The first prompt holds nearest neighbours only.
+        Token ids, (C, N). The first prompt holds nearest neighbours only. Where prompts must
+        round-trip, they do: tokens that merge are replaced by other neighbours.
     """
-    near_ids = nearest_ids(tokens, _NEIGHBOURS)  # (M, R)
+    cosines = _cosines(tokens)  # (M, V)
+    usable = int(cosines[0].isfinite().sum())
+    near_ids = tokens.ids(cosines.topk(min(_NEIGHBOURS, usable), dim=-1).indices)  # (M, R)
     copies = math.ceil(length / len(near_ids))
     shape = (count, copies, len(near_ids))
     uniform = torch.rand(shape, generator=rng, device=rng.device).to(near_ids.device)
     ranks = (uniform.log() / math.log(_NEXT_NEIGHBOUR)).clamp(max=near_ids.shape[1] - 1).long()
     ranks[0] = 0
     positions = torch.arange(len(near_ids), device=near_ids.device).expand(shape)
-    return near_ids[positions, ranks].flatten(1)[:, -length:]  # ends where the target does
+    # They end where the target does.
+    prompts = near_ids[positions, ranks].flatten(1)[:, -length:]
+    return tokens.repaired(prompts, cosines[positions[0].flatten()[-length:]])
 
 
-def nearest_ids(tokens: TargetTokens, count: int) -> Tensor:
-    """Allowed tokens other than the target's own, by cosine to each of its tokens, (M, R)."""
-    allowed = tokens.allowed_columns
-    own_ids = torch.tensor(tokens.target.ids, device=allowed.device)
-    others = allowed[~torch.isin(tokens.ids(allowed), own_ids)]
-    if len(others) == 0:  # the target's own are all there is
-        others = allowed
+def _cosines(tokens: TargetTokens) -> Tensor:
+    """Cosines of each of the target's tokens to all, (M, V); -inf for its own and barred ones."""
+    matrix = tokens.vocabulary.matrix
+    own_ids = torch.tensor(tokens.target.ids, device=matrix.device)
     own_embeds = F.normalize(tokens.lm.embed(own_ids).float(), dim=-1)  # (M, d)
-    other_embeds = F.normalize(tokens.vocabulary.matrix[others].float(), dim=-1)
-    cosines = own_embeds @ other_embeds.T  # (M, V)
-    return tokens.ids(others[cosines.topk(min(count, len(others)), dim=-1).indices])
+    cosines = tokens.bar_(own_embeds @ F.normalize(matrix.float(), dim=-1).T)
+    is_own = torch.isin(tokens.ids(tokens.allowed_columns), own_ids)
+    if not is_own.all():  # else the target's own are all there is
+        cosines[:, tokens.allowed_columns[is_own]] = -torch.inf
+    return cosines

@@ -13,10 +13,16 @@ from dlmi.targets.context import NO_CONTEXT, Context, common_beginning
 _ATTEMPTS = 64  # and a few more for each token of the prompt
 
 
-def round_trips(lm: FrozenLM, ids: Sequence[int], context: Context = NO_CONTEXT) -> bool:
-    """Whether the text of a prompt in its context encodes to the same ids again."""
-    text_ids = context.text_ids(ids)
-    return lm.encode(lm.decode(text_ids)) == list(text_ids)
+def round_trips(
+    lm: FrozenLM, prompts: Sequence[Sequence[int]], context: Context = NO_CONTEXT
+) -> list[bool]:
+    """Whether the text of each prompt in its context encodes to the same ids again."""
+    if not prompts:
+        return []
+    whole = [list(context.text_ids(ids)) for ids in prompts]
+    texts = [lm.decode(ids) for ids in whole]
+    encoded = lm.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+    return [again == ids for again, ids in zip(encoded["input_ids"], whole, strict=True)]
 
 
 def repair(
@@ -45,7 +51,7 @@ def repair(
             return repaired
         if len(encoded) == len(text_ids):
             same_text = [encoded[position] for position in positions]
-            if all(map(allows, same_text)) and round_trips(lm, same_text, context):
+            if all(map(allows, same_text)) and all(round_trips(lm, [same_text], context)):
                 return same_text
         # Two tokens that merge: replace the one or the other in turn, so that neither stays.
         differs = len(common_beginning([text_ids, tuple(encoded)]))

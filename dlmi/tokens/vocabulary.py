@@ -31,7 +31,7 @@ def token_sets_of(allowed: AllowedTokens | None, own: Sequence[str]) -> list[All
 
     Args:
         allowed: The user's choice; None leaves it to the method. An explicit `all` lifts the
-            method's `ascii` and `printable`, but not that special tokens are left out.
+            method's other sets, but not that special tokens are left out.
         own: The method's sets.
 
     >>> token_sets_of(None, ("ascii", "printable")), token_sets_of("all", ("ascii", "printable"))
@@ -40,7 +40,7 @@ def token_sets_of(allowed: AllowedTokens | None, own: Sequence[str]) -> list[All
     if allowed is None:
         return list(own)
     if allowed == "all":
-        own = ["no_special" if name in ("ascii", "printable") else name for name in own]
+        own = ["no_special"] if own else []
     return list(dict.fromkeys([allowed, *own]))
 
 
@@ -178,11 +178,14 @@ class TargetTokens:
 
     def round_trips(self, ids: Sequence[int]) -> bool:
         """Whether the text of a prompt, in its context, encodes to the same ids again."""
-        return round_trips(self.lm, ids, self._context)
+        return all(round_trips(self.lm, [ids], self._context))
 
     def surviving(self, ids: Tensor) -> Tensor:
-        """The prompts that round-trip, (C, N) to (C', N); there may be none."""
-        keep = [self.round_trips(row) for row in ids.tolist()]
+        """The prompts that round-trip, (C, N) to (C', N); there may be none.
+
+        All are looked at in one call of the tokenizer.
+        """
+        keep = round_trips(self.lm, ids.tolist(), self._context)
         return ids[torch.tensor(keep, dtype=torch.bool, device=ids.device)]
 
     def repaired(self, ids: Tensor, preferences: Tensor | None = None) -> Tensor:
@@ -198,7 +201,8 @@ class TargetTokens:
         if not self.must_round_trip:
             return ids
         rows: list[list[int]] = ids.tolist()
-        broken = [number for number, row in enumerate(rows) if not self.round_trips(row)]
+        survive = round_trips(self.lm, rows, self._context)
+        broken = [number for number, row in enumerate(rows) if not survive[number]]
         alternatives = self._alternatives(ids.shape[1], preferences) if broken else []
         for number in broken:
             rows[number] = repair(self.lm, self._context, rows[number], alternatives, self.allows)

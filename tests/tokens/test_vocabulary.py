@@ -1,11 +1,15 @@
 """Which tokens a prompt may hold: the sets, what a target bars, and prompts that round-trip."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.bpe_model import PIECES, ids_of, save_bpe_model
 
 from dlmi import InputError, Target, Vocabulary, load_lm
-from dlmi.tokens.neighbours import echo_prompts, nearest_ids
+from dlmi.targets.context import NO_CONTEXT
+from dlmi.targets.template import Template
+from dlmi.tokens.neighbours import echo_prompts
 from dlmi.tokens.round_trip import round_trips
 from dlmi.tokens.token_sets import check_allowed_tokens, select_tokens
 from dlmi.tokens.vocabulary import token_sets_of
@@ -125,6 +129,7 @@ def test_a_target_that_bars_all_is_refused(bpe, tmp_path):
         ("ascii", ("ascii", "printable"), ["ascii", "printable"]),
         ("all", ("ascii", "printable"), ["all", "no_special"]),
         ("all", ("no_special",), ["all", "no_special"]),
+        ("all", ("no_special", "round_trip"), ["all", "no_special"]),
         ("all", (), ["all"]),
     ],
 )
@@ -154,14 +159,34 @@ def test_best_and_random_ids_are_allowed(bpe):
 def test_echoes_hold_neighbours_of_the_target(bpe, forbid):
     target = target_of("ab", "c", "Ġa")
     tokens = Vocabulary(bpe, ["no_special"], forbid).for_target(target, key=0)
-    near = nearest_ids(tokens, 3)
-    assert near.shape == (3, 3)
-    assert not set(near.flatten().tolist()) & set(target.ids)
     prompts = echo_prompts(tokens, 7, 5, torch.Generator().manual_seed(0))
     assert prompts.shape == (5, 7)
-    assert prompts[0].tolist() == near[:, 0].repeat(3)[-7:].tolist()
-    one = Vocabulary(bpe, ["no_special"]).for_target(target, key=0)
-    assert len(nearest_ids(one, 99)[0]) == len(one.allowed_columns) - 3
+    assert not set(prompts.flatten().tolist()) & set(target.ids)
+    own, others = bpe.embed(torch.tensor(target.ids)), tokens.ids(tokens.allowed_columns)
+    others = others[~torch.isin(others, torch.tensor(target.ids))]
+    cosines = torch.cosine_similarity(own[:, None], bpe.embed(others)[None], dim=-1)
+    nearest = others[cosines.argmax(-1)]
+    assert prompts[0].tolist() == nearest.repeat(3)[-7:].tolist()
+
+
+def test_echoes_of_all_there_is_hold_the_target(bpe, tmp_path):
+    file = tmp_path / "tokens.txt"
+    file.write_text("a\n")
+    tokens = Vocabulary(bpe, [str(file)]).for_target(target_of("a", "a"), key=0)
+    prompts = echo_prompts(tokens, 3, 1, torch.Generator().manual_seed(0))
+    assert prompts.tolist() == [list(ids_of("a", "a", "a"))]
+
+
+def test_echoes_round_trip_where_they_must(bpe):
+    target = target_of("c", "A")
+    free, bound = (
+        Vocabulary(bpe, ["no_special", *sets]).for_target(target, key=0)
+        for sets in ([], ["round_trip"])
+    )
+    drawn = echo_prompts(free, 8, 20, torch.Generator().manual_seed(0))
+    assert len(bound.surviving(drawn)) < 20
+    prompts = echo_prompts(bound, 8, 20, torch.Generator().manual_seed(0))
+    assert torch.equal(bound.surviving(prompts), prompts)
 
 
 # ---- prompts that round-trip
@@ -173,7 +198,8 @@ def test_repaired_prompts_round_trip_and_are_allowed(bpe):
     allowed = set(tokens.ids(tokens.allowed_columns).tolist())
     rng = torch.Generator().manual_seed(1)
     prompts = tokens.random_ids(60, 8, rng)
-    before = torch.tensor([round_trips(bpe, row) for row in prompts.tolist()])
+    before = torch.tensor([bpe.encode(bpe.decode(row)) == row for row in prompts.tolist()])
+    assert round_trips(bpe, prompts.tolist()) == before.tolist()
     assert 0 < before.sum() < 60
     assert torch.equal(tokens.surviving(prompts), prompts[before])
     assert tokens.surviving(prompts[:0]).shape == (0, 8)
@@ -206,3 +232,23 @@ def test_the_same_text_is_preferred_and_then_the_likeliest_token(bpe):
 
     assert repaired("a", "bc", "A") == ["ab", "c", "A"]  # "abcA" has other ids of the same number
     assert repaired("a", "b", "A") == ["c", "b", "A"]  # "abA" has only two
+
+
+@pytest.mark.real
+def test_which_prompts_survive_in_the_packaged_vocabulary():
+    """All at once as one by one, in a chat as alone."""
+    lm = load_lm()
+    chat = Template("joke {slot}", chat=True).fill(lm, {}, "").context
+    rng = torch.Generator().manual_seed(0)
+    for context, length in itertools.product((NO_CONTEXT, chat), (5, 20, 80)):
+        tokens = Vocabulary(lm, ["no_special", "round_trip"]).for_target(
+            Target.single("t", (100,), "", context), key=0
+        )
+        [prompt] = tokens.repaired(tokens.random_ids(1, length, rng))
+        swapped = prompt.repeat(64, 1)
+        places = torch.randint(length, (64,), generator=rng)
+        swapped[torch.arange(64), places] = tokens.random_ids(1, 64, rng)[0]
+        whole = [list(context.text_ids(row)) for row in swapped.tolist()]
+        keep = torch.tensor([lm.encode(lm.decode(ids)) == ids for ids in whole])
+        assert 32 < keep.sum() < 64
+        assert torch.equal(tokens.surviving(swapped), swapped[keep])
