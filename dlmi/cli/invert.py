@@ -2,10 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dlmi.cli.output import check_new_file
 from dlmi.cli.parser import CommandParser
-from dlmi.errors import InputError
+from dlmi.errors import InputError, first_line
 from dlmi.invert_text import invert
 from dlmi.invert_text.named_methods import METHOD_NAMES
 from dlmi.invert_text.screen import print_advice, print_found, search_screen, whole_prompt
@@ -18,6 +21,7 @@ def invert_command(arguments: list[str]) -> int:
     """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
     options = make_parser().read(arguments)
     text = _read_text(options.pop("text"), options.pop("file"))
+    options["template"] = _read_template(options["template"])
     as_json, save = options.pop("json"), options.pop("save")
     check_new_file(save, "--save")
     with search_screen() as show:
@@ -96,3 +100,16 @@ def _read_text(text: str | None, file: Path | None) -> str:
     if not found.strip():
         raise InputError(f"Expected {source} to hold a text, but it is empty.")
     return found
+
+
+def _read_template(template: str | None) -> Any:
+    """A text or messages, as they are; a file of JSON or YAML by what it holds."""
+    if template is None or not template.endswith((".json", ".yaml", ".yml")):
+        return template
+    try:
+        return yaml.safe_load(Path(template).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(
+            f"Expected `--template` to be a readable file of JSON or YAML, but got {template} "
+            f"({first_line(error)})."
+        ) from error

@@ -41,7 +41,7 @@ def write(
     options: dict[str, Any],
     *,
     out: Path,
-    texts: list[str] | None = None,
+    texts: list[str | dict[str, Any]] | None = None,
     file: str | None = None,
 ) -> int:
     """Write targets with their ranks, probabilities and perplexity to a JSONL file.

@@ -94,7 +94,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         prompt_bos: Put BoS before the prompt.
         template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:"; or a chat,
-            as a list of messages: '[{"role": "user", "content": "Joke {slot}"}]'.
+            as a list of messages: '[{"role": "user", "content": "Joke {slot}"}]'. On the command
+            line also a file, .json or .yaml, that holds either.
         chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
         dtype: Of an LM that is given by its name, as in `fit`'s `data`.
         pass_dtype: What the LM searches in; `auto` is the fastest, measured once for a machine.

@@ -16,13 +16,20 @@ from dlmi.targets.template import Template, find_template
 
 
 def texts_to_targets(
-    lm: FrozenLM, texts: Sequence[str], template: Template | None = None
+    lm: FrozenLM, texts: Sequence[str | Mapping[str, Any]], template: Template | None = None
 ) -> list[Target]:
-    """One target per text, tokenised without special tokens, after a template if there is one."""
-    return [
-        _from_text(lm, text, f"text_{index}", f"`data.targets.texts[{index}]`", template)
-        for index, text in enumerate(texts)
-    ]
+    """One target per text, tokenised without special tokens, after a template if there is one.
+
+    A mapping is what a line of JSONL would be.
+    """
+    targets = []
+    for index, text in enumerate(texts):
+        name, where = f"text_{index}", f"`data.targets.texts[{index}]`"
+        if isinstance(text, str):
+            targets.append(_from_text(lm, text, name, where, template))
+        else:
+            targets.append(_from_json_line(lm, json.dumps(text).encode(), name, where, template))
+    return targets
 
 
 def read_targets(

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm.frozen_lm import FrozenLM
@@ -99,10 +99,11 @@ class Texts(TargetSource):
     """Targets as literal texts.
 
     Args:
-        texts: What the LM is to say, a target each.
+        texts: What the LM is to say, a target each; also as what a line of File would hold, such as
+            {text: "Yes.", chat: true}.
     """
 
-    texts: list[str]
+    texts: list[str | dict[str, Any]]
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -241,6 +241,17 @@ def test_what_is_printed_can_be_pasted(tiny, command, capfd, tmp_path):
     assert (lines["when pasted"] == "the same") == (f'"{said}"' == lines["the LM says"])
 
 
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_template_can_come_from_a_file(command, capfd, tmp_path, suffix):
+    texts = {"json": '"w5 {slot}"', "yaml": "|-\n  w5 {slot}"}
+    (tmp_path / f"t.{suffix}").write_text(texts[suffix])
+    command(HARD, "--prompt_length", 3, "--steps", 1, "--template", f"t.{suffix}", "--json")
+    row = Inversion.from_json(json.loads(capfd.readouterr().out))
+    assert row.context.template == "w5 {slot}"
+    (tmp_path / f"t.{suffix}").unlink()
+    assert command(HARD, "--template", f"t.{suffix}") == 2
+
+
 def pasted(shell_line):
     """What bash makes of it."""
     script = f"printf %s {shell_line}"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from dlmi import InputError, load_lm
 from dlmi.targets.context import Context
 from dlmi.targets.files import read_targets, write_targets
+from dlmi.targets.sources import Texts
 from dlmi.targets.target import Target
 from dlmi.targets.template import Template
 from dlmi.tokens.round_trip import round_trips
@@ -247,6 +248,8 @@ def test_a_line_may_have_a_template_of_its_own(chatting, tmp_path):
             ("w8", "w6 w7"),
         )
     ]
+    in_place = Texts([{"id": f"line_{i}", **line} for i, line in enumerate(lines, 1)])
+    assert in_place.targets(chatting, Template("w1 {slot} w2")) == targets
     write_targets(tmp_path / "again.jsonl", targets)
     assert read_targets(chatting, tmp_path / "again.jsonl") == targets
     for wrong, told in (
