@@ -15,7 +15,7 @@ from dlmi.compare.display import GridDisplay, print_plan
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
 from dlmi.report.blocks import format_cell
-from dlmi.report.estimates import mean_of, summarise
+from dlmi.report.estimates import summarise
 from dlmi.report.loading import Group, load
 from dlmi.run.callbacks.results import lock_folder
 
@@ -89,8 +89,9 @@ def _results_table(group: Group) -> Table:
     lines = []
     for series in group.series:
         found = summarise(series, group.budgets[-1])
-        sizes = f"{found.targets} x {found.seeds}", f"{found.exact_rows}/{len(series.rows)}"
-        means = (format_cell(mean_of(number)) for number in (found.lcs, found.as_in_code))
+        seeds = len({row.seed for row in series.rows})
+        sizes = f"{found.lcs.targets} x {seeds}", f"{found.exact_rows}/{len(series.rows)}"
+        means = (format_cell(number.mean) for number in (found.lcs, found.as_in_code))
         lines.append((series.label, series.prompt_length, *sizes, *means))
     title = f"{group.model}, {group.dtype}: discrete prompt, free greedy decode, full budget"
     columns = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")

@@ -22,7 +22,7 @@ from dlmi.gradient_rows import (
 from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.estimators import ESTIMATORS, Estimator, label
 from dlmi.lm.placement import default_device
-from dlmi.report.gradient_comparison import ks_tests, labels_of, median_statistic
+from dlmi.report.gradient_sets import ks_tests, median_statistic
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
@@ -143,8 +143,8 @@ def _medians_table(rows: list[GradientRow]) -> Table:
     kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
     truth = f"truth: {', '.join(kinds)}" if kinds else "no truth was due"
     lines: list[list[Any]] = []
-    for name in labels_of(rows):
-        medians = (median_statistic(rows, name, statistic)[0] for statistic in STATISTICS)
+    for name in dict.fromkeys(row.estimator for row in rows):
+        medians = (median_statistic(rows, name, statistic) for statistic in STATISTICS)
         lines.append([name, sum(row.estimator == name for row in rows), *map(_cell, medians)])
     title = f"Medians over rows, with the ends of a typical row's 95% interval ({truth})"
     return table(title, ("estimator", "rows", *STATISTICS), lines, texts=["estimator"])

@@ -37,8 +37,8 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--steps",
-        type=list[int] | None,
-        default=None,
+        type=list[int],
+        default=[],
         help="Steps at which runs are read, such as [256,2048]. Default: those of the comparison, "
         "else the end of the run.",
     )
@@ -54,7 +54,7 @@ def report_command(arguments: list[str]) -> int:
     """Read, draw and write."""
     config = make_parser().parse_args(arguments)
     check_new_folder(config.out)
-    if config.steps is not None and min(config.steps, default=0) < 1:
+    if min(config.steps, default=1) < 1:
         raise InputError(f"Expected `--steps` to be positive numbers, but got {config.steps}.")
     if config.watch:
         _watch(config.runs, config.out, config.steps)
@@ -67,7 +67,7 @@ def report_command(arguments: list[str]) -> int:
 def write_report(
     runs: Sequence[Path],
     out: Path,
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] = (),
     reload_seconds: int | None = None,
 ) -> None:
     """The whole report; nothing is written before all of it has been made.
@@ -79,7 +79,7 @@ def write_report(
         reload_seconds: How often the page is to load itself again, if at all.
     """
     # Here, since drawing and statistics would slow down the start of every other command.
-    from dlmi.report import figures, gradient_figures, gradient_sets, tables
+    from dlmi.report import figures, gradient_sets, tables
     from dlmi.report.claims.table import claims_table
     from dlmi.report.loading import load
     from dlmi.report.page import write_page
@@ -91,7 +91,7 @@ def write_report(
         *figures.draw_anytime(data, "step"),
         *figures.draw_anytime(data, "token_passes"),
         *figures.draw_temperature(data),
-        *gradient_figures.draw_violins(data.gradients),
+        *figures.draw_violins(data.gradients),
     ]
     made = [
         tables.group_table(data),
@@ -104,7 +104,7 @@ def write_report(
         tables.prompt_table(data),
         *tables.settings_tables(data),
     ]
-    shown = [table for table in made if table is not None and table.rows]
+    shown = [table for table in made if table.rows]
     out.mkdir(parents=True, exist_ok=True)
     pictures = write_figures(out / "figures", drawings)
     write_tables(out / "tables", shown)
@@ -112,7 +112,7 @@ def write_report(
     write_page(out / PAGE, data, pictures, shown, reload_seconds)
 
 
-def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int] | None) -> None:
+def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int]) -> None:
     """Write the report whenever its files have grown, and once more at the end."""
     seen = None
     try:

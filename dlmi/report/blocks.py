@@ -1,9 +1,11 @@
 """What files and page are put together from: tables, figures, and text that a model said."""
 
+import itertools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -54,8 +56,8 @@ class Figure:
 class ReportTable:
     """A table.
 
-    Cells are plain: floats are formatted by whoever shows them, None is shown as a dash. Text of
-    models is `ModelText`.
+    Cells are plain: floats are formatted by whoever shows them, None and NaN are shown as a dash.
+    Text of models is `ModelText`.
     """
 
     name: str  # of its files, without suffix
@@ -87,8 +89,10 @@ def block_texts(name: str, part: int = 1, **values: Any) -> tuple[str, str, str]
 
 
 def in_parts(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
-    """So many at a time, the rest in the last part."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+    """As few parts as there can be with so many in each, as even as they get."""
+    count = -(-len(items) // size)
+    ends = [len(items) * part // count for part in range(count + 1)] if count else []
+    return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:
@@ -101,8 +105,17 @@ def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters.update(filters)
     return environment.get_template(template).render(**values)
+
+
+def write_file(path: Path, text: str) -> None:
+    """In one step: who reads it meanwhile has the old or the new one."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    # A file name that is not valid Unicode can stand in a note.
+    scratch.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    scratch.replace(path)
 
 
 def format_cell(value: Cell) -> str:
@@ -111,10 +124,8 @@ def format_cell(value: Cell) -> str:
     >>> [format_cell(value) for value in (0.12345, 12345, 1234.5, 3e-5, "a")]
     ['0.123', '12,345', '1,234.5', '3e-05', 'a']
     """
-    if value is None:
+    if value is None or value != value:  # NaN
         return "\N{EN DASH}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, str):

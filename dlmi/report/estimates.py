@@ -13,28 +13,33 @@ from typing import TypeVar
 from scipy import stats
 
 from dlmi.gradient_rows import GradientRow
-from dlmi.report.loading import Series, best_point, last_point
+from dlmi.report.loading import Series, best_point, points_within
 from dlmi.report.result_files import Budget
 from dlmi.rows import Inversion
 
-# A number of a row; None where the row has none.
-Measure = Callable[[Inversion], float | None]
+# A number of a row; NaN where the row has none.
+Measure = Callable[[Inversion], float]
+
+MIN_TARGETS = 3  # for an interval
 
 _Row = TypeVar("_Row", Inversion, GradientRow)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number from so many targets, with its standard error."""
+    """A number from so many targets, with its standard error; false where there is no target."""
 
     mean: float
     error: float | None  # None where there are too few targets to tell
     freedom: float  # degrees of it, of the error
     targets: int
 
+    def __bool__(self) -> bool:
+        return self.targets > 0
+
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Student's confidence interval; everything, where there is no error."""
-        if self.error is None:
+        """Student's confidence interval; everything, where there are too few targets to tell."""
+        if self.error is None or self.targets < MIN_TARGETS:
             return -math.inf, math.inf
         reach = float(stats.t.ppf((1 + confidence) / 2, self.freedom)) * self.error
         return self.mean - reach, self.mean + reach
@@ -50,81 +55,73 @@ def honest_lcs(budget: Budget) -> Measure:
 
 def current_lcs(budget: Budget) -> Measure:
     """The same of the prompt of the moment, not of the best so far."""
-    return lambda row: last_point(row, budget).lcs
+    return lambda row: points_within(row, budget)[-1].lcs
 
 
 def as_in_code_lcs(budget: Budget) -> Measure:
     """LCS as the DLMI authors' code logs it, at the last evaluation within a budget."""
-    return lambda row: last_point(row, budget).as_in_code_lcs
+    return lambda row: known(points_within(row, budget)[-1].as_in_code_lcs)
+
+
+def known(value: float | None) -> float:
+    """NaN for None."""
+    return math.nan if value is None else value
 
 
 def by_target(
     rows: Iterable[_Row],
-    measure: Callable[[_Row], float | None],
+    measure: Callable[[_Row], float],
     summary: Callable[[list[float]], float] = statistics.fmean,
 ) -> dict[str, float]:
     """What each target's rows come to; rows without a finite value do not count."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        value = measure(row)
-        if value is not None and math.isfinite(value):
+        if math.isfinite(value := measure(row)):
             found.setdefault(row.target_id, []).append(value)
     return {target: summary(values) for target, values in found.items()}
 
 
-def estimate(values: Iterable[float]) -> Estimate | None:
-    """Mean and standard error of values, one per target; None if there are none."""
+def estimate(values: Iterable[float]) -> Estimate:
+    """Mean and standard error of values, one per target."""
     values = list(values)
-    if not values:
-        return None
     error = float(stats.sem(values)) if len(values) > 1 else None
-    return Estimate(statistics.fmean(values), error, len(values) - 1, len(values))
+    mean = statistics.fmean(values) if values else math.nan
+    return Estimate(mean, error, len(values) - 1, len(values))
 
 
-def mean_of(found: Estimate | None) -> float | None:
-    """Its mean, if there is one."""
-    return found.mean if found else None
-
-
-def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate | None:
+def mean_over_targets(rows: Iterable[Inversion], measure: Measure) -> Estimate:
     """Mean over targets, seeds averaged first."""
     return estimate(by_target(rows, measure).values())
 
 
 def differences(
-    first: Sequence[Inversion], second: Sequence[Inversion], measure: Measure
+    first: Iterable[Inversion], second: Iterable[Inversion], measure: Measure
 ) -> dict[str, float]:
     """First minus second for each target, over the seeds that both have."""
-    values = [
-        {(row.target_id, row.seed): value for row in rows if (value := measure(row)) is not None}
-        for rows in (first, second)
-    ]
-    found: dict[str, list[float]] = {}
-    for key in values[0].keys() & values[1].keys():
-        found.setdefault(key[0], []).append(values[0][key] - values[1][key])
-    return {target: statistics.fmean(found[target]) for target in sorted(found)}
+    others = {(row.target_id, row.seed): measure(row) for row in second}
+    return by_target(
+        first, lambda row: measure(row) - others.get((row.target_id, row.seed), math.nan)
+    )
 
 
-def mean_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate | None:
+def mean_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
     """After minus before, over the targets that both have."""
     return estimate(after[target] - before[target] for target in before if target in after)
 
 
-def slope(points: Sequence[tuple[float, float]]) -> Estimate | None:
+def slope(points: Sequence[tuple[float, float]]) -> Estimate:
     """Change of y over the whole range of x along the least-squares line."""
     xs = [x for x, _ in points]
     if len(points) < 3 or len(set(xs)) < 2:
-        return None
+        return estimate([])
     line = stats.linregress(xs, [y for _, y in points])
     reach = max(xs) - min(xs)
     return Estimate(line.slope * reach, line.stderr * reach, len(points) - 2, len(points))
 
 
-def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimate | None:
+def unpaired(first: Iterable[float], second: Iterable[float]) -> Estimate:
     """First minus second where the targets are not the same ones (Welch)."""
-    one, other = estimate(first.values()), estimate(second.values())
-    if one is None or other is None:
-        return None
+    one, other = estimate(first), estimate(second)
     difference, targets = one.mean - other.mean, min(one.targets, other.targets)
     if one.error is None or other.error is None:
         return Estimate(difference, None, 0, targets)
@@ -138,15 +135,13 @@ def unpaired(first: Mapping[str, float], second: Mapping[str, float]) -> Estimat
 class Summary:
     """What a series came to within a budget: cards and tables show these, and no others."""
 
-    targets: int
-    seeds: int
     exact_rows: int
-    exact: Estimate | None
-    lcs: Estimate | None
-    loss: Estimate | None  # teacher-forced cross-entropy of the best discrete prompt, per token
-    as_in_code: Estimate | None
-    seconds: Estimate | None
-    token_passes: Estimate | None
+    exact: Estimate
+    lcs: Estimate
+    loss: Estimate  # teacher-forced cross-entropy of the best discrete prompt, per token
+    as_in_code: Estimate
+    seconds: Estimate
+    token_passes: Estimate
 
 
 def summarise(series: Series, budget: Budget) -> Summary:
@@ -157,12 +152,10 @@ def summarise(series: Series, budget: Budget) -> Summary:
         honest_lcs(budget),
         lambda row: best_point(row, budget).discrete_loss,
         as_in_code_lcs(budget),
-        lambda row: last_point(row, budget).seconds,
-        lambda row: last_point(row, budget).token_passes,
+        lambda row: points_within(row, budget)[-1].seconds,
+        lambda row: points_within(row, budget)[-1].token_passes,
     ]
     return Summary(
-        len({row.target_id for row in rows}),
-        len({row.seed for row in rows}),
         sum(best_point(row, budget).lcs == 1 for row in rows),
         *(mean_over_targets(rows, measure) for measure in measures),
     )

@@ -1,39 +1,48 @@
-"""Figures of honest LCS and temperature, by method: bars over difficulty, curves over a run."""
+"""Figures: bars of LCS over difficulty, curves over a run, violins of gradient estimators."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
+from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from dlmi.report.blocks import Figure, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
+from dlmi.report.gradient_sets import GradientSet, values_of
 from dlmi.report.loading import ReportData, Series, points_within
-from dlmi.report.names import form_name, k_name
+from dlmi.report.names import form_name
 from dlmi.report.result_files import AXIS_UNITS, Axis, Budget
-from dlmi.report.styles import Panel, Style, house_style, panel_grid, styles_of
+from dlmi.report.styles import Panel, Style, draw_panels, safe_text, styles_of
 from dlmi.report.tables import matrix_lcs
-from dlmi.rows import FLOORS, Inversion
+from dlmi.rows import FLOORS, Inversion, TracePoint
 
-_ROWS_PER_FIGURE = 4
-_MOST_COLUMNS = 3
+_PANELS_PER_FIGURE = 4
+_PANEL_INCHES = 1.55
 _BAR_INCHES = 0.045  # thinner bars cannot be told apart in print
 _WIDEST_BAR = 0.3  # of the room for one difficulty
 _FLOOR_LINES = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "s")}
+_CURVE_POINTS = 160
+_MARKS = 7  # markers along a curve
+# Column of a gradient row, and what its panel is called. The first two are the paper's; the others
+# do not change when a gradient is merely scaled.
+_STATISTICS = {
+    "variance_max": "largest variance of a logit",
+    "bias_max": "largest |bias| of a logit",
+    "relative_variance": "variance / |mean|²",
+    "bias_over_norm": "|bias| / |truth|",
+}
 
-_POINTS = 160  # of a curve
-_MARKS = 7  # markers along it
-_PANELS_PER_FIGURE = 6
 
-# What a row was worth at each evaluation: positions, ascending, and values.
-Path = tuple[list[float], list[float]]
+Heights = Callable[[Sequence[TracePoint]], list[float]]
 
 
 class Curve(NamedTuple):
@@ -45,31 +54,20 @@ class Curve(NamedTuple):
 
 
 def draw_bars(data: ReportData) -> list[Figure]:
-    """Honest LCS by difficulty: rows of panels for each LM and N, one panel per budget."""
+    """Honest LCS by difficulty: a panel for each LM, N and budget."""
     styles = styles_of(data.labels)
-    pages = []
-    for page in in_parts(list(data.places()), _ROWS_PER_FIGURE):
-        columns = min(_MOST_COLUMNS, max(len(group.budgets) for _, group, _ in page))
-        panels: list[Panel | None] = []
-        widest = 0.0
-        for title, group, members in page:
-            for budget in group.budgets:
-                name = f"N={members[0].prompt_length}, {budget}"
-                draw = partial(_bar_panel, members, styles, honest_lcs(budget))
-                panels.append(Panel(name if len(data.groups) == 1 else f"{title}, {name}", draw))
-            panels += [None] * (-len(panels) % columns)
-            clusters = len({row.k for series in members for row in series.rows})
-            widest = max(widest, clusters * (len(members) + 1.5) * _BAR_INCHES + 0.6)
-        shown = [series.label for _, _, members in page for series in members]
-        legend: list[tuple[str, Artist]] = [
-            (label, Patch(**style.bar)) for label, style in styles.items() if label in shown
-        ]
-        legend += [(form_name(floor), Line2D([0, 1], [0, 0], **_floor(floor))) for floor in FLOORS]
-        labels = ("difficulty k of the target", "honest LCS")
-        with house_style():
-            canvas = panel_grid(panels, columns, (widest, 1.8), labels, legend, _heading(data))
-        pages.append(canvas)
-    return _figures("lcs_by_k", pages, data)
+    panels = []
+    width = 0.0
+    for group, members in data.places():
+        place = f"{group.title}, N={members[0].prompt_length}"
+        for budget in group.budgets:
+            draw = partial(_bar_panel, members, styles, honest_lcs(budget))
+            panels.append(Panel(place, str(budget), [s.label for s in members], draw))
+        clusters = len({row.k for series in members for row in series.rows})
+        width = max(width, clusters * (len(members) + 1.5) * _BAR_INCHES + 0.6)
+    floors = [(form_name(floor), Line2D([0, 1], [0, 0], **_floor(floor))) for floor in FLOORS]
+    labels = ("difficulty k of the target", "honest LCS")
+    return _figures("lcs_by_k", data, panels, labels, lambda s: Patch(**s.bar), floors, width)
 
 
 def _bar_panel(
@@ -91,8 +89,9 @@ def _bar_panel(
             if found := mean_over_targets(values, partial(matrix_lcs, floor, "free_greedy")):
                 reach = [cluster - 0.46, cluster + 0.46]
                 axes.plot(reach, [found.mean] * 2, **_floor(floor))
-    axes.set_xticks(range(len(difficulties)), [k_name(k) for k in difficulties])
-    axes.set_xlim(-0.55, len(difficulties) - 0.45)
+    names = ["text" if k is None else str(k) for k in difficulties]
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.55, len(names) - 0.45)
     axes.tick_params(axis="x", length=0)
     _share_scale(axes)
 
@@ -105,119 +104,161 @@ def _floor(floor: str) -> dict[str, Any]:
     return {**line, **mark, "clip_on": False}  # a floor may be 0
 
 
+def _share_scale(axes: Axes, top: float = 1.0) -> None:
+    """From 0 to the next quarter above the largest value."""
+    quarters = max(1, math.ceil(4 * min(top, 1)))
+    axes.set_ylim(0, 0.26 * quarters)
+    axes.set_yticks([quarter / 4 for quarter in range(quarters + 1)])
+
+
+def _figures(
+    name: str,
+    data: ReportData,
+    panels: Sequence[Panel],
+    labels: tuple[str, str],
+    entry: Callable[[Style], Artist],
+    more: Sequence[tuple[str, Artist]] = (),
+    width: float = 0.0,
+) -> list[Figure]:
+    """A few panels a figure, each with a legend of the methods in it and some more entries."""
+    figures = []
+    for part, page in enumerate(in_parts(panels, _PANELS_PER_FIGURE), start=1):
+        shown = set().union(*(panel.shown for panel in page))
+        legend = [(n, entry(style)) for n, style in styles_of(data.labels).items() if n in shown]
+        canvas = draw_panels(page, _PANEL_INCHES, labels, [*legend, *more], width)
+        figures.append(Figure(*block_texts(name, part, held=data.held_to), canvas=canvas))
+    return figures
+
+
 def draw_anytime(data: ReportData, axis: Axis) -> list[Figure]:
     """Best honest LCS so far against a kind of cost, one panel per LM and N."""
     name = f"anytime_{'steps' if axis == 'step' else axis}"
-    labels = (AXIS_UNITS[axis], "best honest LCS so far")
-    return _figures(name, _draw_curves(data, axis, best_so_far, labels), data)
+    return _draw_curves(name, data, axis, best_so_far, "best honest LCS so far")
 
 
 def draw_temperature(data: ReportData) -> list[Figure]:
     """The temperature of the methods that have one, one panel per LM and N."""
-    pages = _draw_curves(data, "step", temperature, ("steps", "temperature τ"))
-    return _figures("temperature", pages, data)
+    return _draw_curves("temperature", data, "step", temperature, "temperature τ")
 
 
-def _figures(name: str, pages: Sequence[Canvas], data: ReportData) -> list[Figure]:
-    return [
-        Figure(*block_texts(name, part, held=data.held_to), canvas=page)
-        for part, page in enumerate(pages, start=1)
-    ]
+def best_so_far(points: Sequence[TracePoint]) -> list[float]:
+    """The best honest LCS after each evaluation."""
+    return list(itertools.accumulate((point.lcs for point in points), max))
 
 
-def best_so_far(row: Inversion, axis: Axis, budget: Budget) -> Path:
-    """The best honest LCS after each evaluation within a budget."""
-    points = points_within(row, budget)
-    best = itertools.accumulate((point.lcs for point in points), max)
-    return [float(getattr(point, axis)) for point in points], list(best)
+def temperature(points: Sequence[TracePoint]) -> list[float]:
+    """The mean temperature at each evaluation; NaN where it is not known."""
+    return [point.means.get("tau") or math.nan for point in points]
 
 
-def temperature(row: Inversion, axis: Axis, budget: Budget) -> Path:
-    """The mean temperature at each evaluation that knows it."""
-    points = [point for point in points_within(row, budget) if point.means.get("tau", 0) > 0]
-    return [float(getattr(point, axis)) for point in points], [p.means["tau"] for p in points]
-
-
-def mean_curve(paths: Sequence[tuple[str, Path]]) -> Curve | None:
-    """The mean of paths, each with the id of its target; one that stopped keeps its last value."""
-    paths = [(target, path) for target, path in paths if path[0]]
+def mean_curve(
+    rows: Sequence[Inversion], heights: Heights, axis: Axis, last: Budget
+) -> Curve | None:
+    """The mean over rows up to a budget; one that stopped keeps its last value."""
+    paths = []  # of each row that has one, its target, positions and heights
+    for row in rows:
+        points = points_within(row, last)
+        values = np.array(heights(points), dtype=float)
+        is_known = np.isfinite(values)
+        if is_known.any():
+            positions = np.array([getattr(point, axis) for point in points], dtype=float)
+            paths.append((row.target_id, positions[is_known], values[is_known]))
     if not paths:
         return None
-    begin = max(positions[0] for _, (positions, _) in paths)
-    every = np.unique([x for _, (positions, _) in paths for x in [begin, *positions] if x >= begin])
-    xs = every[np.linspace(0, len(every) - 1, min(_POINTS, len(every))).round().astype(int)]
+    every = np.unique(np.concatenate([positions for _, positions, _ in paths]))
+    every = every[every >= max(positions[0] for _, positions, _ in paths)]
+    xs = every[np.linspace(0, len(every) - 1, min(_CURVE_POINTS, len(every))).round().astype(int)]
     by_target: dict[str, list[Any]] = {}
-    for target, (positions, heights) in paths:
+    for target, positions, values in paths:
         latest = np.searchsorted(positions, xs, side="right") - 1
-        by_target.setdefault(target, []).append(np.asarray(heights)[latest])
-    values = np.array([np.mean(rows, axis=0) for rows in by_target.values()])  # (targets, points)
-    count = len(values)
-    errors = values.std(axis=0, ddof=1) / count**0.5 if count > 1 else np.zeros(len(xs))
-    return Curve(xs, values.mean(axis=0), errors)
+        by_target.setdefault(target, []).append(values[latest])
+    means = np.array([np.mean(seeds, axis=0) for seeds in by_target.values()])  # (targets, points)
+    errors = means.std(axis=0, ddof=1) / len(means) ** 0.5 if len(means) > 1 else np.zeros(len(xs))
+    return Curve(xs, means.mean(axis=0), errors)
 
 
 def _draw_curves(
-    data: ReportData,
-    axis: Axis,
-    path: Callable[[Inversion, Axis, Budget], Path],
-    labels: tuple[str, str],
-) -> list[Canvas]:
-    styles = styles_of(data.labels)
-    found: list[tuple[set[str], Panel]] = []
-    for title, group, members in data.places():
-        curves = {}
-        for series in members:
-            paths = [(row.target_id, path(row, axis, group.budgets[-1])) for row in series.rows]
-            if curve := mean_curve(paths):
-                curves[series.label] = curve
-        name = f"N={members[0].prompt_length}"
-        draw = partial(_curve_panel, curves, styles, axis, path is best_so_far)
-        panel = Panel(name if len(data.groups) == 1 else f"{title}, {name}", draw)
-        found += [(set(curves), panel)] if curves else []
-    pages = []
-    for page in in_parts(found, _PANELS_PER_FIGURE):
-        panels = [panel for _, panel in page]
-        shown = set().union(*(names for names, _ in page))
-        legend = [(n, Line2D([0], [0], **style.line)) for n, style in styles.items() if n in shown]
-        columns = min(2, len(panels))
-        with house_style():
-            canvas = panel_grid(panels, columns, (3.4, 2.3), labels, legend, _heading(data))
-        pages.append(canvas)
-    return pages
+    name: str, data: ReportData, axis: Axis, heights: Heights, label: str
+) -> list[Figure]:
+    found = []
+    for group, members in data.places():
+        curves = {s.label: mean_curve(s.rows, heights, axis, group.budgets[-1]) for s in members}
+        known = {label: curve for label, curve in curves.items() if curve}
+        found += [(group.title, members[0].prompt_length, known)] if known else []
+    every = [curve for *_, curves in found for curve in curves.values()]
+    top = max((float(max(curve.means + curve.errors)) for curve in every), default=1.0)
+    fill = partial(_curve_panel, styles_of(data.labels), axis, top if heights is best_so_far else 0)
+    panels = [Panel(title, f"N={n}", curves, partial(fill, curves)) for title, n, curves in found]
+    labels = (AXIS_UNITS[axis], label)
+    return _figures(name, data, panels, labels, lambda style: Line2D([], [], **style.line))
 
 
 def _curve_panel(
-    curves: dict[str, Curve], styles: dict[str, Style], axis: Axis, is_share: bool, axes: Axes
+    styles: dict[str, Style], axis: Axis, top: float, curves: dict[str, Curve], axes: Axes
 ) -> None:
-    step: Any = "post" if is_share else None
+    """Shares in steps up to the largest one; anything else (no `top`) on a logarithmic scale."""
+    drawstyle, step = ("steps-post", "post") if top else ("default", None)
     for place, (label, style) in enumerate(styles.items()):
         if label not in curves:
             continue
-        curve = curves[label]
-        every = max(1, len(curve.xs) // _MARKS)
+        xs, means, errors = curves[label]
+        every = max(1, len(xs) // _MARKS)
         # Markers of different methods at different places, lest they cover each other.
         marks = (place * every // 3 % every, every)
-        drawstyle = "steps-post" if is_share else "default"
-        axes.plot(curve.xs, curve.means, **style.line, drawstyle=drawstyle, markevery=marks)
-        if curve.errors.any():
-            band: dict[str, Any] = {"color": style.colour, "alpha": 0.16, "linewidth": 0}
-            ends = curve.means - curve.errors, curve.means + curve.errors
-            axes.fill_between(curve.xs, *ends, **band, step=step)
+        axes.plot(xs, means, **style.line, drawstyle=drawstyle, markevery=marks)
+        if errors.any():
+            band: dict[str, Any] = {"color": style.line["color"], "alpha": 0.16, "linewidth": 0}
+            axes.fill_between(xs, means - errors, means + errors, **band, step=cast(Any, step))
     if axis == "token_passes":  # methods differ in it by orders of magnitude
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    if is_share:
-        _share_scale(axes)
+    if top:
+        _share_scale(axes, top)
     else:
         axes.set_yscale("log")
 
 
-def _share_scale(axes: Axes) -> None:
-    axes.set_ylim(0, 1.04)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
+    """One figure per set; nothing for a set without values above 0."""
+    drawings = []
+    for part, gradients in enumerate(sets, start=1):
+        values = {name: values_of(gradients.rows, name) for name in _STATISTICS}
+        drawn = {name: list(itertools.chain(*found.values())) for name, found in values.items()}
+        panels = [
+            Panel("", title, values[name], partial(_violin_panel, values[name]))
+            for name, title in _STATISTICS.items()
+            if max(drawn[name], default=0) > 0
+        ]
+        if not panels:
+            continue
+        canvas = draw_panels(panels, 0.5 + 0.2 * len(panels[0].shown))
+        lost = sum(value <= 0 for found in drawn.values() for value in found)
+        left_out = f" {lost} values that are 0 or below cannot be drawn and are left out."
+        filled = {"measured_on": gradients.title, "left_out": left_out if lost else ""}
+        drawings.append(Figure(*block_texts("gradients", part, **filled), canvas=canvas))
+    return drawings
 
 
-def _heading(data: ReportData) -> str:
-    """The LM, where there is but one."""
-    return data.titled()[0][0] if len(data.groups) == 1 else ""
+def _violin_panel(values: dict[str, list[float]], axes: Axes) -> None:
+    for place, (estimator, style) in enumerate(styles_of(list(values)).items()):
+        found = [math.log10(value) for value in values[estimator] if value > 0]
+        if not found:
+            continue
+        ends = [min(found), max(found)]
+        if len(found) > 2 and ends[1] - ends[0] > 1e-9:
+            parts = axes.violinplot(
+                [found], [place], orientation="horizontal", widths=0.8, showextrema=False
+            )
+            for body in cast(list[PolyCollection], parts["bodies"]):
+                colours = {"facecolor": style.line["color"], "edgecolor": "black"}
+                body.set(**colours, alpha=0.75, linewidth=0.6)
+        axes.plot(ends, [place, place], color="black", linewidth=0.8, marker="|")
+        centre = sum(found) / len(found)
+        axes.plot(centre, place, color="white", marker="o", markeredgecolor="black", markersize=3.5)
+    axes.set_yticks(range(len(values)), [safe_text(estimator, 1.4) for estimator in values])
+    axes.set_ylim(len(values) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda exponent, _: f"{10**exponent:.2g}")

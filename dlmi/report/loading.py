@@ -4,22 +4,18 @@ Rows are averaged only within a `Group`: the same LM, dtype and set of targets. 
 `Series` is one method in one setting, with all its seeds.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlmi.errors import InputError
-from dlmi.gradient_rows import FILE_NAME as GRADIENTS_FILE
-from dlmi.report.gradient_sets import GradientSet, read_gradients
-from dlmi.report.names import (
-    natural_order,
-    run_labels,
-    settings_text,
-    shared_restrictions,
-)
-from dlmi.report.result_files import Budget, Run, failed_cells, read_runs, result_files
-from dlmi.rows import RESULTS_FILE, Inversion, TracePoint
+from dlmi.report.gradient_sets import GradientSet, gradient_sets
+from dlmi.report.names import natural_order, run_labels, settings_text, shared_restrictions
+from dlmi.report.result_files import Budget, Run, read_files
+from dlmi.rows import Inversion, TracePoint
 
 
 @dataclass(frozen=True)
@@ -35,11 +31,12 @@ class Series:
 class Group:
     """Rows that may be compared: one LM, one dtype, one set of targets."""
 
+    title: str  # the LM and what else tells it from other groups
     model: str  # its first name, where runs call it differently
     fingerprint: str
     dtype: str
     target_set: str
-    series: tuple[Series, ...]  # by label, then N
+    series: tuple[Series, ...]  # by N, then label
     budgets: tuple[Budget, ...]  # ascending; what has no budget of its own is told of the last
 
     @property
@@ -53,19 +50,14 @@ class Group:
         return sorted({series.prompt_length for series in self.series})
 
     @property
-    def labels(self) -> list[str]:
-        """All methods, in order."""
-        return list(dict.fromkeys(series.label for series in self.series))
-
-    @property
     def mixed(self) -> str:
         """Where and with what rows were made, as far as they differ in it; mostly nothing."""
-        found: dict[str, set[str]] = {}
+        found = defaultdict(set)
         for row in self.rows:
             named = {"LM": row.model, "revision": row.revision, "device": row.device}
             passes = {"passes": row.settings.get("precision") or row.dtype}
             for name, value in {**named, **passes, **row.versions}.items():
-                found.setdefault(name, set()).add(str(value))
+                found[name].add(str(value))
         several = {name: " / ".join(sorted(vs)) for name, vs in found.items() if len(vs) > 1}
         return "; ".join(f"{name}: {values}" for name, values in several.items())
 
@@ -86,7 +78,7 @@ class ReportData:
     @property
     def labels(self) -> list[str]:
         """All methods, in order."""
-        return list(dict.fromkeys(label for group in self.groups for label in group.labels))
+        return sorted({series.label for _, series in self.each()}, key=natural_order)
 
     @property
     def held_to(self) -> str:
@@ -94,37 +86,15 @@ class ReportData:
         found = settings_text(shared_restrictions(self.rows))
         return f" All prompts were held to {found}." if found else ""
 
-    def titled(self) -> list[tuple[str, Group]]:
-        """Each group with its LM and whatever else tells it from others of that LM.
-
-        Folders are cut to their last part where that leaves the groups distinct.
-        """
-        names = []
+    def places(self) -> Iterator[tuple[Group, list[Series]]]:
+        """The series of each N of each group."""
         for group in self.groups:
-            alike = [other for other in self.groups if other.model == group.model]
-            parts = [group.model]
-            if len({other.dtype for other in alike}) > 1:
-                parts.append(group.dtype)
-            if len({other.target_set for other in alike}) > 1:
-                parts.append(f"targets {group.target_set[:6]}")
-            if len({other.fingerprint for other in alike}) > 1:
-                parts.append(f"weights {group.fingerprint[:6]}")
-            names.append(" · ".join(parts))
-        short = [re.split(r"[/\\]", name.rstrip("/\\"))[-1] for name in names]
-        is_distinct = len(set(short)) == len(short)
-        return list(zip(short if is_distinct else names, self.groups, strict=True))
+            for _, found in itertools.groupby(group.series, lambda series: series.prompt_length):
+                yield group, list(found)
 
-    def places(self) -> Iterator[tuple[str, Group, list[Series]]]:
-        """The series of each N of each group, with what that is called."""
-        for title, group in self.titled():
-            for length in group.prompt_lengths:
-                yield title, group, [s for s in group.series if s.prompt_length == length]
-
-    def each(self) -> Iterator[tuple[str, Group, Series]]:
-        """Every series with its group and what that is called, by N."""
-        for title, group, members in self.places():
-            for series in members:
-                yield title, group, series
+    def each(self) -> Iterator[tuple[Group, Series]]:
+        """Every series with its group."""
+        return ((group, series) for group in self.groups for series in group.series)
 
 
 def best_point(row: Inversion, budget: Budget) -> TracePoint:
@@ -132,17 +102,12 @@ def best_point(row: Inversion, budget: Budget) -> TracePoint:
     return max(points_within(row, budget), key=lambda point: (point.lcs, -point.discrete_loss))
 
 
-def last_point(row: Inversion, budget: Budget) -> TracePoint:
-    """The latest evaluation within a budget, whether or not it is the best; as `best_point`."""
-    return points_within(row, budget)[-1]
-
-
 def points_within(row: Inversion, budget: Budget) -> Sequence[TracePoint]:
     """The evaluations that a budget covers, and the first in any case."""
     return [p for p in row.trace if getattr(p, budget.axis) <= budget.at] or [row.trace[0]]
 
 
-def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> ReportData:
+def load(paths: Sequence[Path], steps: Sequence[int] = ()) -> ReportData:
     """Read run folders, comparison folders, results files or gradient files.
 
     Args:
@@ -152,71 +117,53 @@ def load(paths: Sequence[Path], steps: Sequence[int] | None = None) -> ReportDat
     Raises:
         InputError: Where a path holds no such file, or all of them together no row.
     """
-    notes: list[str] = []
-    kinds: dict[str, dict[Path, Path]] = {RESULTS_FILE: {}, GRADIENTS_FILE: {}}
-    for path in paths:
-        found = {name: result_files(path, name) for name in kinds}
-        if not any(found.values()):
-            raise InputError(
-                f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
-                f"such files), but {path} {'holds none' if path.is_dir() else 'does not exist'}."
-            )
-        notes += failed_cells(path)
-        for name, files in found.items():
-            kinds[name] = {file.resolve(): file for file in files} | kinds[name]
-    runs: list[Run] = []
-    for file in kinds[RESULTS_FILE].values():
-        found_runs, broken = read_runs(file)
-        runs, notes = runs + found_runs, notes + broken
-    gradients, unread = read_gradients(list(kinds[GRADIENTS_FILE].values()))
-    notes += unread
-    if not runs and not gradients:
+    runs, gradients, notes = read_files(paths)
+    if not runs and not any(gradients):
         raise InputError(
             f"Expected RUNS to hold result or gradient rows, but {', '.join(map(str, paths))} has "
             f"none{': ' + notes[0] if notes else ''}."
         )
-    wanted = tuple(Budget("step", float(step)) for step in sorted(set(steps or ())))
-    groups, doubles = _groups(runs, wanted)
-    return ReportData(tuple(groups), (*notes, *doubles, *_notes(groups)), tuple(gradients))
+    groups, doubles = _groups(runs, [Budget("step", step) for step in sorted(set(steps))])
+    notes += doubles + [note for group in groups for note in _notes(group)]
+    return ReportData(tuple(groups), tuple(notes), tuple(gradient_sets(gradients)))
 
 
-def _groups(runs: Sequence[Run], wanted: tuple[Budget, ...]) -> tuple[list[Group], list[str]]:
+def _groups(runs: Sequence[Run], wanted: Sequence[Budget]) -> tuple[list[Group], list[str]]:
     """The runs by LM, dtype and targets, and notes on rows that are there twice."""
-    labels = run_labels([run.name for run in runs], [run.rows for run in runs])
-    by_group: dict[tuple[str, str, str], list[tuple[str, Run]]] = {}
-    for run, label in zip(runs, labels, strict=True):
+    by_group: dict[tuple[str, str, str], list[tuple[str, Run]]] = defaultdict(list)
+    for run, label in zip(
+        runs, run_labels([(run.cell.label, run.rows) for run in runs]), strict=True
+    ):
         first = run.rows[0]
-        key = (first.fingerprint, first.dtype, first.target_set)
-        by_group.setdefault(key, []).append((label, run))
+        by_group[first.fingerprint, first.dtype, first.target_set].append((label, run))
     groups, notes = [], []
     for key, members in by_group.items():
         series, doubles = _series(members)
         notes += doubles
-        model = members[0][1].rows[0].model
-        groups.append(Group(model, *key, series, wanted or _budgets([run for _, run in members])))
-    return sorted(groups, key=lambda group: -len(group.rows)), notes
+        budgets = wanted or _budgets([run for _, run in members])
+        groups.append(Group("", members[0][1].rows[0].model, *key, series, tuple(budgets)))
+    groups.sort(key=lambda group: -len(group.rows))
+    titles = _titles(groups)
+    return [replace(group, title=t) for group, t in zip(groups, titles, strict=True)], notes
 
 
 def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], list[str]]:
-    """The rows by label and N; of the same target and seed only the one with the larger budget."""
-    rows: dict[tuple[str, int], dict[tuple[str, int], Inversion]] = {}
-    doubles: dict[tuple[str, int], int] = {}
+    """The rows by N and label; of the same target and seed only the one with the larger budget."""
+    kept: dict[tuple[int, str], dict[tuple[str, int], Inversion]] = defaultdict(dict)
+    doubles: Counter[tuple[int, str]] = Counter()
     for label, run in members:
         for row in run.rows:
-            place = (label, len(row.prompt_ids))
-            mine = rows.setdefault(place, {})
-            before = mine.get((row.target_id, row.seed))
-            if before is not None:
-                doubles[place] = doubles.get(place, 0) + 1
-            if before is None or _budget_steps(row) > _budget_steps(before):
-                mine[row.target_id, row.seed] = row
+            place, key = (len(row.prompt_ids), label), (row.target_id, row.seed)
+            doubles[place] += key in kept[place]
+            kept[place][key] = max(kept[place].get(key, row), row, key=_budget_steps)
     notes = [
         f"{label}, N={length}: {count} rows left out, their target and seed are there twice "
         "(the row with more steps is kept)"
-        for (label, length), count in doubles.items()
+        for (length, label), count in doubles.items()
+        if count
     ]
-    ordered = sorted(rows, key=lambda place: (natural_order(place[0]), place[1]))
-    return tuple(Series(*place, tuple(rows[place].values())) for place in ordered), notes
+    ordered = sorted(kept, key=lambda place: (place[0], natural_order(place[1])))
+    return tuple(Series(n, length, tuple(kept[length, n].values())) for length, n in ordered), notes
 
 
 def _budget_steps(row: Inversion) -> int:
@@ -224,33 +171,49 @@ def _budget_steps(row: Inversion) -> int:
     return steps if isinstance(steps, int) else row.steps
 
 
-def _budgets(runs: Sequence[Run]) -> tuple[Budget, ...]:
+def _budgets(runs: Sequence[Run]) -> list[Budget]:
     """Those of the comparison; outside of one, the most steps that any target had."""
-    found = [budget for run in runs for budget in run.budgets]
+    found = [Budget(run.cell.axis, at) for run in runs for at in run.cell.budgets]
     if found:
-        return tuple(sorted({budget for budget in found if budget.axis == found[0].axis}))
-    return (Budget("step", float(max(row.steps for run in runs for row in run.rows))),)
+        return sorted({budget for budget in found if budget.axis == found[0].axis})
+    return [Budget("step", float(max(row.steps for run in runs for row in run.rows)))]
 
 
-def _notes(groups: Sequence[Group]) -> Iterator[str]:
-    """What a reader must know of rows that do not end where the last budget does."""
+def _titles(groups: Sequence[Group]) -> list[str]:
+    """Each group's LM and whatever else tells it from others of that LM.
+
+    Folders are cut to their last part where that leaves the groups distinct.
+    """
+    titles = []
     for group in groups:
-        last = group.budgets[-1]
-        for series in group.series:
-            rows = series.rows
-            is_short = [row.stop_reason == "budget" and row.steps < last.at for row in rows]
-            found = {
-                "were interrupted; they count with what they reached": sum(
-                    row.stop_reason == "interrupted" for row in rows
-                ),
-                f"had a budget of fewer than {last}; their last value is carried forward": (
-                    sum(is_short) if last.axis == "step" else 0
-                ),
-                f"found their prompt only beyond {last}; they count with what they had by then": (
-                    sum(best_point(row, last).lcs < row.lcs for row in rows)
-                ),
-            }
-            for what, count in found.items():
-                if count:
-                    place = f"{group.model}, {series.label}, N={series.prompt_length}"
-                    yield f"{place}: {count} of {len(rows)} rows {what}"
+        alike = [other for other in groups if other.model == group.model]
+        known = {
+            group.dtype: {other.dtype for other in alike},
+            f"targets {group.target_set[:6]}": {other.target_set for other in alike},
+            f"weights {group.fingerprint[:6]}": {other.fingerprint for other in alike},
+        }
+        told_by = [name for name, values in known.items() if len(values) > 1]
+        titles.append(" · ".join([group.model, *told_by]))
+    short = [re.split(r"[/\\]", title.rstrip("/\\"))[-1] for title in titles]
+    return short if len(set(short)) == len(short) else titles
+
+
+def _notes(group: Group) -> Iterator[str]:
+    """What a reader must know of rows that do not end where the last budget does."""
+    last = group.budgets[-1]
+    kinds: dict[str, Callable[[Inversion], bool]] = {
+        "were interrupted; they count with what they reached": (
+            lambda row: row.stop_reason == "interrupted"
+        ),
+        f"had a budget of fewer than {last}; their last value is carried forward": (
+            lambda row: row.stop_reason == "budget" and last.axis == "step" and row.steps < last.at
+        ),
+        f"found their prompt only beyond {last}; they count with what they had by then": (
+            lambda row: best_point(row, last).lcs < row.lcs
+        ),
+    }
+    for series in group.series:
+        place = f"{group.model}, {series.label}, N={series.prompt_length}"
+        for what, is_so in kinds.items():
+            if count := sum(map(is_so, series.rows)):
+                yield f"{place}: {count} of {len(series.rows)} rows {what}"

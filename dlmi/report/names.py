@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -104,7 +104,7 @@ def natural_order(label: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]]) -> list[str]:
+def run_labels(runs: Sequence[tuple[str | None, Sequence[Inversion]]]) -> list[str]:
     """What each run is called: its name in a comparison, else the paper's.
 
     Runs of one name that differ in settings get those added, and so do runs whose prompts are
@@ -112,46 +112,44 @@ def run_labels(names: Sequence[str | None], runs: Sequence[Sequence[Inversion]])
     were made, or in settings that one of them does not know, are one method, but where they have
     done the same target with the same seed.
     """
-    firsts = [rows[0] for rows in runs]
+    firsts = [rows[0] for _, rows in runs]
     shared = shared_restrictions(firsts)
     labels = [
-        paper_name(first.method, first.settings) if name is None else name
-        for name, first in zip(names, firsts, strict=True)
+        paper_name(rows[0].method, rows[0].settings) if name is None else name
+        for name, rows in runs
     ]
     settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
-    labels = _told_apart(
-        labels, settings, [restrictions(r.settings).keys() - shared for r in firsts]
+    usual = {name: free for name, free in _UNRESTRICTED.items() if name not in shared}
+    labels = _told_apart(labels, settings, usual)
+    done = Counter(
+        (label, row.target_set, row.target_id, row.seed, len(row.prompt_ids))
+        for label, (_, rows) in zip(labels, runs, strict=True)
+        for row in rows
     )
+    twice = {label for (label, *_), count in done.items() if count > 1}
     everything = dict.fromkeys(name for own in settings for name in own)
     where = [
         {**everything, **own, **row.versions, "device": row.device}
         for own, row in zip(settings, firsts, strict=True)
     ]
-    done = Counter(
-        (label, row.target_set, row.target_id, row.seed, len(row.prompt_ids))
-        for label, rows in zip(labels, runs, strict=True)
-        for row in rows
-    )
-    twice = {label for (label, *_), count in done.items() if count > 1}
-    apart = _told_apart(labels, where, [set()] * len(labels))
+    apart = _told_apart(labels, where, {})
     return [a if label in twice else label for a, label in zip(apart, labels, strict=True)]
 
 
 def _told_apart(
-    labels: Sequence[str], settings: Sequence[Mapping[str, Any]], always: Sequence[set[str]]
+    labels: Sequence[str], settings: Sequence[Mapping[str, Any]], usual: Mapping[str, Any]
 ) -> list[str]:
-    """Labels with the settings in which those of one name differ, and some in any case."""
-    values: dict[tuple[str, str], set[str]] = {}
+    """Labels with the settings in which those of one name differ, or are not as usual."""
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
     for label, own in zip(labels, settings, strict=True):
         for name, value in own.items():
-            values.setdefault((label, name), set()).add(json.dumps(value, sort_keys=True))
-
-    def told(label: str, own: Mapping[str, Any], kept: set[str]) -> str:
-        differing = {name for name in own if len(values[label, name]) > 1}
-        shown = {name: own[name] for name in own if name in (differing | kept) - _AXES}
-        return f"{label} {settings_text(shown)}" if shown else label
-
-    return list(map(told, labels, settings, always))
+            both = (value, usual.get(name, value))
+            values[label, name] |= {json.dumps(each, sort_keys=True) for each in both}
+    told = []
+    for label, own in zip(labels, settings, strict=True):
+        names = [name for name in own if len(values[label, name]) > 1 and name not in _AXES]
+        told.append(" ".join([label, settings_text({name: own[name] for name in names})]).strip())
+    return told
 
 
 def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +170,3 @@ def form_name(form: str) -> str:
     'best of 8 samples'
     """
     return _FORMS.get(form, form.replace("_", " "))
-
-
-def k_name(k: int | None) -> str:
-    """A difficulty; targets that were not generated have none."""
-    return "text" if k is None else str(k)

@@ -1,23 +1,43 @@
-"""A report as one page that needs nothing else: no network, no server, no other file."""
+"""A report as one page that needs nothing else: no network, no server, no other file.
+
+Ten thousand rows have to load in a blink, so whatever repeats (targets, tokens, labels, settings)
+stands once in a side table and rows hold its index, rows are stored by column, numbers are rounded
+to what is shown, traces are thinned, and no text is stored that its tokens make up.
+"""
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import itertools
+import json
+import math
+from collections.abc import Hashable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from dlmi.report.blocks import ASSETS, Figure, ReportTable, format_cell, render
-from dlmi.report.estimates import Summary, mean_of, summarise
+import numpy as np
+
+from dlmi.metrics import lcs_members
+from dlmi.report.blocks import ASSETS, Figure, ReportTable, format_cell, render, write_file
+from dlmi.report.estimates import Summary, summarise
 from dlmi.report.loading import Group, ReportData, Series
-from dlmi.report.page_data import page_data, script_json
+from dlmi.rows import DECODES, Inversion, TracePoint
 from dlmi.text import visible
 from dlmi.version import __version__
 
-# One script in the page: each of them uses what those before it define.
-SCRIPTS = ("elements.js", "details.js", "table.js")
+TRACE_POINTS = 48
 
-# A file cut short in the middle can give a note for each of its lines.
-SHOWN_NOTES = 200
+# One script in the page: each of them uses what those before it define.
+_SCRIPTS = ("elements.js", "details.js", "table.js")
+_SIDE_TABLES = (
+    *("targets", "vocabulary", "methods", "stops", "settings", "environments", "forms", "steps"),
+)
+_NUMBERS = (
+    *("seed", "lcs", "as_in_code_lcs", "exact", "steps", "best_step", "seconds", "discrete_loss"),
+    *("forward_tokens", "backward_tokens", "prompt_perplexity", "round_trips", "round_trip_lcs"),
+    *("overlap_ratio", "target_hit_ratio"),
+)
+_ENVIRONMENT = ("model", "revision", "fingerprint", "dtype", "device")
 
 
 def write_page(
@@ -27,12 +47,9 @@ def write_page(
     tables: Sequence[ReportTable],
     reload_seconds: int | None = None,
 ) -> None:
-    """Write the page, in one step: who reads it meanwhile has the old or the new one.
-
-    It loads itself again every `reload_seconds`, if that is given.
-    """
+    """Write the page; it loads itself again every `reload_seconds`, if that is given."""
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     now = datetime.now(UTC)
     html = render(
         "page.html.j2",
@@ -44,22 +61,23 @@ def write_page(
         reload_seconds=reload_seconds,
         style=style,
         script=script,
-        data=script_json(page_data(data)),
-        facts=_facts(data),
-        held_to=data.held_to,
-        groups=[(title, group, _cards(group)) for title, group in data.titled()],
-        notes=data.notes[:SHOWN_NOTES],
-        notes_left_out=max(0, len(data.notes) - SHOWN_NOTES),
+        data=data,
+        facts={
+            "result": len(data.rows),
+            "model": len({row.fingerprint for row in data.rows}),
+            "target": len({(row.target_set, row.target_id) for row in data.rows}),
+            "method": len(data.labels),
+            "seed": len({row.seed for row in data.rows}),
+        },
+        packed=page_data(data),
+        groups=[(group, _cards(group)) for group in data.groups],
         figures=figures,
         tables=tables,
         written=f"{now.day} {now:%B %Y, %H:%M} UTC",
         version=__version__,
         versions=_versions(data),
     )
-    scratch = path.with_suffix(".tmp")
-    # A file name that is not valid Unicode can stand in a note.
-    scratch.write_text(html, encoding="utf-8", errors="backslashreplace", newline="\n")
-    scratch.replace(path)
+    write_file(path, html)
 
 
 def _source_hash(text: str) -> str:
@@ -73,26 +91,9 @@ def _data_url(svg: str) -> str:
 
 
 def _cards(group: Group) -> list[tuple[Series, Summary]]:
-    """What each series came to at the last budget, best first: by exact rate, then honest LCS."""
-
-    def order(card: tuple[Series, Summary]) -> tuple[float, float]:
-        series, found = card
-        return -found.exact_rows / len(series.rows), -(mean_of(found.lcs) or 0)
-
-    return sorted(((s, summarise(s, group.budgets[-1])) for s in group.series), key=order)
-
-
-def _facts(data: ReportData) -> list[tuple[str, str]]:
-    """What was measured, as a number and its unit."""
-    rows = data.rows
-    counts = {
-        "result": len(rows),
-        "model": len({row.fingerprint for row in rows}),
-        "target": len({(row.target_set, row.target_id) for row in rows}),
-        "method": len(data.labels),
-        "seed": len({row.seed for row in rows}),
-    }
-    return [(f"{count:,}", name if count == 1 else f"{name}s") for name, count in counts.items()]
+    """What each series came to at the last budget, best first."""
+    cards = [(series, summarise(series, group.budgets[-1])) for series in group.series]
+    return sorted(cards, key=lambda card: (-card[1].exact.mean, -card[1].lcs.mean))
 
 
 def _versions(data: ReportData) -> list[str]:
@@ -102,3 +103,119 @@ def _versions(data: ReportData) -> list[str]:
         for package, version in row.versions.items():
             found.setdefault(package, {})[version] = None
     return [f"{visible(name)} {visible(' / '.join(vs))}" for name, vs in found.items()]
+
+
+class _SideTables:
+    """Distinct values by name, in order of their first use."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, dict[Hashable, tuple[int, Any]]] = {n: {} for n in _SIDE_TABLES}
+
+    def values(self) -> dict[str, list[Any]]:
+        """All of them."""
+        return {name: [value for _, value in t.values()] for name, t in self._tables.items()}
+
+    def place(self, name: str, key: Hashable, value: Any = None) -> int:
+        """The index of the value under `key`, which is the value itself if none is given."""
+        table = self._tables[name]
+        return table.setdefault(key, (len(table), key if value is None else value))[0]
+
+    def tokens(self, ids: Sequence[int], texts: Sequence[str]) -> list[int]:
+        """Each token as its place in the vocabulary, which holds only tokens that occur."""
+        return [self.place("vocabulary", pair) for pair in zip(ids, texts, strict=True)]
+
+    def named(self, name: str, values: dict[str, Any]) -> int:
+        """A set of named values, each written as Python's JSON writes it (NaN and Infinity too)."""
+        shown = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in values.items()
+        }
+        return self.place(name, json.dumps(values), shown)
+
+
+def page_data(data: ReportData) -> dict[str, Any]:
+    """Side tables, and the columns of all rows; the scripts beside it are its only reader."""
+    tables = _SideTables()
+    rows = [
+        {"group": number, "method": tables.place("methods", series.label), **_row(tables, row)}
+        for number, group in enumerate(data.groups)
+        for series in group.series
+        for row in series.rows
+    ]
+    return {
+        "groups": [group.title for group in data.groups],
+        "decodes": list(DECODES),
+        **tables.values(),
+        "count": len(rows),
+        "columns": {name: [row[name] for row in rows] for name in (rows[0] if rows else ())},
+    }
+
+
+def thin_trace(trace: Sequence[TracePoint], limit: int = TRACE_POINTS) -> list[TracePoint]:
+    """At most `limit` points: the first, the last, each new best, and evenly some between.
+
+    Where there are more new bests than that, evenly some of them.
+    """
+    best_so_far = list(itertools.accumulate((point.lcs for point in trace), max))
+    kept = {0, len(trace) - 1}
+    kept |= {i for i in range(1, len(trace)) if best_so_far[i] > best_so_far[i - 1]}
+    kept = _evenly(sorted(kept), limit)
+    kept |= _evenly(range(len(trace)), limit - len(kept))
+    return [trace[i] for i in sorted(kept)]
+
+
+def _evenly(places: Sequence[int], count: int) -> set[int]:
+    """So many of them, from the first to the last."""
+    chosen = np.linspace(0, len(places) - 1, min(count, len(places)))
+    return {places[i] for i in chosen.round().astype(int)}
+
+
+def _row(tables: _SideTables, row: Inversion) -> dict[str, Any]:
+    # Most rows say their target, if all goes well.
+    is_exact = row.output_ids == row.target_ids
+    members = [] if is_exact else lcs_members(row.target_ids, row.output_ids)
+    points = thin_trace(row.trace)
+    target = {
+        "id": row.target_id,
+        "k": row.k,
+        "text": row.target_text,
+        "tokens": tables.tokens(row.target_ids, row.target_tokens),
+        "rankOne": _short(row.rank_one_rate),
+    }
+    key = (row.target_id, row.target_ids, row.target_text, row.fingerprint)
+    environment = {**{name: getattr(row, name) for name in _ENVIRONMENT}, **row.versions}
+    settings = {name: value for name, value in row.settings.items() if name != "seed"}
+    return {
+        **{name: _short(getattr(row, name)) for name in _NUMBERS},
+        "target": tables.place("targets", key, target),
+        "stop": tables.place("stops", row.stop_reason),
+        "prompt": tables.tokens(row.prompt_ids, row.prompt_tokens),
+        "promptText": _text(row.prompt_text, row.prompt_tokens),
+        "output": None if is_exact else tables.tokens(row.output_ids, row.output_tokens),
+        "outputText": None if is_exact else _text(row.output_text, row.output_tokens),
+        "members": "".join("01"[is_member] for is_member in members),
+        "trace": [
+            tables.place("steps", tuple(point.step for point in points)),
+            [_short(point.lcs, 3) for point in points],
+            [_short(point.discrete_loss, 3) for point in points],
+        ],
+        "evaluations": len(row.trace),
+        "form": tables.place("forms", tuple(row.lcs_matrix)),
+        "matrix": [_short(found.get(d)) for found in row.lcs_matrix.values() for d in DECODES],
+        "diagnostics": {n: [_short(v, 2) for v in vs] for n, vs in row.diagnostics.items()},
+        "settings": tables.named("settings", {"method": row.method, **settings}),
+        "environment": tables.named("environments", environment),
+    }
+
+
+def _text(text: str, tokens: Sequence[str]) -> str | None:
+    """None where the tokens make it up: some are parts of characters, and do not."""
+    return None if text == "".join(tokens) else text
+
+
+def _short(value: float | None, digits: int = 4) -> float | None:
+    """A number rounded to some significant digits; None for what JSON cannot hold."""
+    if value is None or not math.isfinite(value):
+        return None
+    rounded = value if isinstance(value, int) else float(f"{value:.{digits}g}")
+    return int(rounded) if rounded == int(rounded) else rounded

@@ -1,15 +1,20 @@
-"""Result files as runs leave them: found, read line by line, and checked."""
+"""Files of rows as runs leave them: found, read line by line, and checked."""
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from msgspec import Meta
 
 from dlmi.errors import InputError
 from dlmi.gradient_rows import FILE_NAME as GRADIENTS_FILE
-from dlmi.jsonl import build, parse_object, read_json_file, read_lines
+from dlmi.gradient_rows import GradientRow
+from dlmi.jsonl import build, read_json_file, read_objects
 from dlmi.rows import RESULTS_FILE, Inversion
 
 Axis = Literal["step", "token_passes", "seconds"]
@@ -20,7 +25,11 @@ CELL_FILE = "cell.json"
 # And this where a cell came to grief.
 FAILURE_FILE = "failure.json"
 
+# Files of workers (once: ranks) are not merged yet if a run goes on, or was killed.
+_ROW_FILES = re.compile(r"(results|gradients)(\.(worker|rank).*)?\.jsonl")
 _NAMED_LINES = 10  # how many broken lines of a file are named one by one
+
+_T = TypeVar("_T")
 
 
 class Budget(NamedTuple):
@@ -38,69 +47,92 @@ class Budget(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """What a report needs of a cell's file."""
+class GridCell:
+    """What a comparison says of a run."""
 
-    label: str
-    axis: str
-    budgets: tuple[float, ...]
+    label: str | None
+    axis: Axis
+    budgets: tuple[Annotated[float, Meta(gt=0)], ...]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Rows of one file, of one LM, dtype, target set, method and setting."""
 
-    rows: tuple[Inversion, ...]
-    name: str | None
-    budgets: tuple[Budget, ...]
+    cell: GridCell
+    rows: list[Inversion]
 
 
-def result_files(path: Path, name: str) -> list[Path]:
-    """Files of this name, of any worker, at or below a path; other files count as results."""
-    if path.is_file():
-        kind = GRADIENTS_FILE if path.name == GRADIENTS_FILE else RESULTS_FILE
-        return [path] if kind == name else []
-    # What is no plain file (a pipe, a loop of links) would be waited for without end.
-    # Files of workers (once: ranks) are not merged yet if a run goes on, or was killed.
-    patterns = [name, name.replace(".", ".worker*."), name.replace(".", ".rank*.")]
-    return sorted(file for like in patterns for file in path.rglob(like) if file.is_file())
+def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]], list[str]]:
+    """All runs, the gradient rows of each file, and notes on what could not be read.
 
-
-def read_runs(file: Path) -> tuple[list[Run], list[str]]:
-    """The rows of a file by what they may be averaged with, and a note on the lines that are none.
-
-    Of a target that was written twice the later row counts.
+    Raises:
+        InputError: Where a path holds no file of rows.
     """
-    parts: dict[str, dict[tuple[str, int], Inversion]] = {}
-    broken: dict[int, str] = {}
+    files: dict[Path, Path] = {}
+    for path in paths:
+        found = {file.resolve(): file for file in _row_files(path)}
+        if not found:
+            raise InputError(
+                f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
+                f"such files), but {path} {'holds none' if path.is_dir() else 'does not exist'}."
+            )
+        files = {**found, **files}
+    runs: list[Run] = []
+    gradients: list[list[GradientRow]] = []
+    notes = [note for path in paths for note in _failed_cells(path)]
+    for file in files.values():
+        if file.name.startswith("gradients"):
+            gradients.append(_read_file(file, GradientRow.from_json, notes))
+        else:
+            runs += _runs(file.parent, _read_file(file, _checked_row, notes))
+    return runs, gradients, notes
+
+
+def _row_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    # What is no plain file (a pipe, a loop of links) would be waited for without end.
+    found = (file for file in path.rglob("*.jsonl") if _ROW_FILES.fullmatch(file.name))
+    return sorted(file for file in found if file.is_file())
+
+
+def _read_file(file: Path, make: Callable[[dict[str, Any]], _T], notes: list[str]) -> list[_T]:
+    """What the lines of a file make; a note is added on those that make nothing."""
     try:
-        for number, line in read_lines(file):
-            try:
-                row = Inversion.from_json(parse_object(line))
-                _check_row(row)
-            except InputError as error:
-                broken[number] = str(error)
-                continue
-            settings = {**row.settings, "seed": None}
-            kind = [row.fingerprint, row.dtype, row.target_set, row.method, settings]
-            part = parts.setdefault(json.dumps(kind, sort_keys=True), {})
-            part[row.target_id, row.seed] = row
+        found = list(read_objects(file, make))
     except OSError as error:
-        return [], [f"{file}: cannot be read ({error.strerror})"]
-    runs = [Run(tuple(part.values()), *_read_cell(file.parent)) for part in parts.values()]
-    if not broken:
-        return runs, [] if runs else [f"{file}: no rows"]
-    named = ", ".join(map(str, list(broken)[:_NAMED_LINES]))
-    more = len(broken) - _NAMED_LINES
-    first, reason = next(iter(broken.items()))
-    return runs, [
-        f"{file}: {len(broken)} broken line{'s' if len(broken) > 1 else ''} left out, "
-        f"{named}{f' and {more} more' if more > 0 else ''} (line {first}: {reason})"
-    ]
+        notes.append(f"{file}: cannot be read ({error.strerror})")
+        return []
+    rows = [row for _, row in found if not isinstance(row, InputError)]
+    broken = [(number, row) for number, row in found if isinstance(row, InputError)]
+    if broken:
+        named = ", ".join(str(number) for number, _ in broken[:_NAMED_LINES])
+        more = f" and {len(broken) - _NAMED_LINES} more" if len(broken) > _NAMED_LINES else ""
+        notes.append(
+            f"{file}: {len(broken)} broken line{'s' if len(broken) > 1 else ''} left out, "
+            f"{named}{more} (line {broken[0][0]}: {broken[0][1]})"
+        )
+    elif not rows:
+        notes.append(f"{file}: no rows")
+    return rows
 
 
-def _check_row(row: Inversion) -> None:
-    """Raise `InputError` for a row that is JSON but not a result that can be averaged."""
+def _runs(folder: Path, rows: list[Inversion]) -> list[Run]:
+    """The rows of a file by what they may be averaged with; of one target the latest."""
+    cell = GridCell(None, "step", ())  # unless the run is part of a comparison
+    with contextlib.suppress(InputError):
+        cell = build(GridCell, read_json_file(folder / CELL_FILE) or {})
+    parts: dict[str, dict[tuple[str, int], Inversion]] = {}
+    for row in rows:
+        kind = [row.fingerprint, row.dtype, row.target_set, row.method]
+        part = json.dumps([*kind, {**row.settings, "seed": None}], sort_keys=True)
+        parts.setdefault(part, {})[row.target_id, row.seed] = row
+    return [Run(cell, list(part.values())) for part in parts.values()]
+
+
+def _checked_row(line: dict[str, Any]) -> Inversion:
+    """A result row; `InputError` for one that is JSON but cannot be averaged."""
+    row = Inversion.from_json(line)
     if not row.trace or not row.target_ids or not row.prompt_ids:
         raise InputError("its trace, target or prompt is empty")
     for kind in ("prompt", "target", "output"):
@@ -110,20 +142,10 @@ def _check_row(row: Inversion) -> None:
     shares += [value for decodes in row.lcs_matrix.values() for value in decodes.values()]
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
         raise InputError("an LCS is not between 0 and 1")
+    return row
 
 
-def _read_cell(folder: Path) -> tuple[str | None, tuple[Budget, ...]]:
-    """Name and budgets that a comparison gave a run; None outside of one."""
-    try:
-        cell = build(_Cell, read_json_file(folder / CELL_FILE) or {})
-    except InputError:
-        return None, ()
-    is_known = cell.axis in get_args(Axis) and all(0 < at < math.inf for at in cell.budgets)
-    budgets = sorted(cell.budgets) if is_known else []
-    return cell.label, tuple(Budget(cast(Axis, cell.axis), at) for at in budgets)
-
-
-def failed_cells(path: Path) -> Iterator[str]:
+def _failed_cells(path: Path) -> Iterator[str]:
     """A note on each run of a comparison that did not end well."""
     for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
         error = (read_json_file(file) or {}).get("error")

@@ -1,11 +1,11 @@
-"""How figures look: print-sized, told apart without colour, and with room for every text.
+"""How figures look: a column of print wide, told apart without colour, room for every text.
 
 Colours are those of Okabe and Ito without yellow, which is too pale for lines. Every method also
 has a hatch, a marker and a line style of its own, so that grey prints can be read.
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file
@@ -30,9 +30,9 @@ _HATCHES = (
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 
-_WIDTH = 6.8  # inches: a text block
-# As in assets/report.mplstyle.
-_FONT, _TITLE_POINTS, _POINTS = "DejaVu Sans", 8.5, 7.5
+_WIDTH = 3.35  # inches: a column of text
+_LINE = 0.15  # inches: a line of text
+_CHARACTER = 0.063  # inches: about as wide as one is
 _LONGEST_TEXT = 160
 
 
@@ -40,38 +40,33 @@ _LONGEST_TEXT = 160
 class Style:
     """How a method is drawn in every figure of a report, as matplotlib is told."""
 
-    colour: str
     bar: dict[str, Any]
     line: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: what stands above it, and how it is filled."""
+    """One pair of axes: what stands above it, which methods it shows, and how it is filled."""
 
+    place: str  # what it may have in common with others
     title: str
+    shown: Collection[str]
     draw: Callable[[Axes], None]
 
 
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:
     """One style each, in order."""
-    return {label: _style(place) for place, label in enumerate(labels)}
-
-
-def _style(place: int) -> Style:
-    colour = _COLOURS[place % len(_COLOURS)]
-    # The second time round, bars are white with a coloured hatch.
-    fill, edge = (colour, "white") if place < len(_COLOURS) else ("white", colour)
-    hatch = _HATCHES[place % len(_HATCHES)]
-    bar = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.5}
-    line = {
-        "color": colour,
-        "linestyle": _DASHES[place % len(_DASHES)],
-        "marker": _MARKERS[place % len(_MARKERS)],
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.4,
-    }
-    return Style(colour, bar, line)
+    styles = {}
+    for place, label in enumerate(labels):
+        colour = _COLOURS[place % len(_COLOURS)]
+        # The second time round, bars are white with a coloured hatch.
+        fill, edge = (colour, "white") if place < len(_COLOURS) else ("white", colour)
+        hatch = _HATCHES[place % len(_HATCHES)]
+        bar = {"facecolor": fill, "edgecolor": edge, "hatch": hatch, "linewidth": 0.5}
+        line = {"color": colour, "linestyle": _DASHES[place % len(_DASHES)]}
+        mark = {"marker": _MARKERS[place % len(_MARKERS)], "markeredgecolor": "white"}
+        styles[label] = Style(bar, {**line, **mark, "markeredgewidth": 0.4})
+    return styles
 
 
 @contextmanager
@@ -82,80 +77,59 @@ def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
         yield
 
 
-def panel_grid(
-    panels: Sequence[Panel | None],
-    columns: int,
-    size: tuple[float, float],
+@house_style()
+def draw_panels(
+    panels: Sequence[Panel],
+    height: float,
     labels: tuple[str, str] = ("", ""),
     legend: Sequence[tuple[str, Artist]] = (),
-    heading: str = "",
+    width: float = 0.0,
 ) -> Canvas:
-    """Panels under a heading, with one legend below them, on as much paper as it takes.
+    """Panels below each other with one legend, on as much paper as it takes.
+
+    What all panels have in common stands once, over all of them.
 
     Args:
-        panels: From left to right, then down; None for a place that stays empty.
-        columns: How many beside each other.
-        size: Least inches of a panel, its texts left out.
-        labels: Of the axes below the lowest and beside the leftmost panels.
+        panels: From the top down.
+        height: Inches of a panel, its title left out.
+        labels: Of the axes below the lowest panel and beside each.
         legend: Names and what they are drawn with.
-        heading: Over all of them.
+        width: Least inches; a column of text if that is wider.
     """
-    rows = -(-len(panels) // columns)
-    width = max(_WIDTH, columns * size[0])
-    titles = [
-        safe_text(panel.title, width / columns - 0.55, _TITLE_POINTS) if panel else ""
-        for panel in panels
-    ]
-    head = safe_text(heading, width - 0.4, _TITLE_POINTS)
-    names = [safe_text(name, width - 0.8) for name, _ in legend]
-    longest = max((len(line) for name in names for line in name.split("\n")), default=1)
-    across = max(1, min(len(names), int(width / (_inches(longest) + 0.55))))
-    down = -(-len(names) // across)
-    lines = sum(
-        max(title.count("\n") + bool(title) for title in titles[row * columns :][:columns])
-        for row in range(rows)
-    )
-    lines += head.count("\n") + bool(head)
-    of_legend = down * (1 + max((name.count("\n") for name in names), default=0))
-    height = rows * size[1] + lines * 0.16 + of_legend * 0.17 + 0.3
+    width = max(_WIDTH, width)
     canvas = Canvas(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(canvas)  # needs no display
+    is_one_place = len({panel.place for panel in panels}) == 1
+    head = safe_text(panels[0].place, width - 0.2) if is_one_place else ""
+    titles = [p.title if is_one_place else f"{p.place}, {p.title}" for p in panels]
+    titles = [safe_text(title, width - 0.6) for title in titles]
+    for place, (panel, title) in enumerate(zip(panels, titles, strict=True), start=1):
+        axes = canvas.add_subplot(len(panels), 1, place)
+        axes.set(title=title, ylabel=labels[1], xlabel=labels[0] if place == len(panels) else "")
+        panel.draw(axes)
     if head:
         canvas.suptitle(head)
-    last = {i % columns: i for i, panel in enumerate(panels) if panel}
-    for i, panel in enumerate(panels):
-        if panel is None:
-            continue
-        axes = canvas.add_subplot(rows, columns, i + 1)
-        axes.set_title(titles[i])
-        panel.draw(axes)
-        if i == last[i % columns]:
-            axes.set_xlabel(labels[0])
-        if i % columns == 0:
-            axes.set_ylabel(labels[1])
-    if names:
-        canvas.legend(
-            [handle for _, handle in legend],
-            names,
-            loc="outside lower center",
-            ncols=-(-len(names) // down),  # as even as it gets
-            frameon=False,
-            handlelength=3,
-            columnspacing=1.2,
-        )
+    lines = sum(text.count("\n") + bool(text) for text in [head, *titles])
+    paper = len(panels) * height + lines * _LINE + 0.3
+    names = [safe_text(name, width - 0.7) for name, _ in legend]
+    artists = [artist for _, artist in legend]
+    for columns in range(len(legend), 0, -1):  # as many beside each other as there is room for
+        made = canvas.legend(artists, names, ncols=columns, loc="outside lower center")
+        box = made.get_window_extent()
+        if columns == 1 or box.width < canvas.bbox.width:
+            paper += box.height / canvas.dpi
+            break
+        made.remove()
+    canvas.set_size_inches(width, paper)
     return canvas
 
 
-def safe_text(text: str, inches: float = _WIDTH, points: float = _POINTS) -> str:
+def safe_text(text: str, inches: float = _WIDTH) -> str:
     """Text that a figure can show: no markup, no character that the font lacks, wrapped."""
-    known = get_font(find_font(FontProperties(family=_FONT))).get_charmap()
+    font = find_font(FontProperties(family="DejaVu Sans"))  # as in assets/report.mplstyle
+    known = get_font(font).get_charmap()
     shown = "".join(c if ord(c) in known else "?" for c in visible(text))
     if len(shown) > _LONGEST_TEXT:
         shown = f"{shown[: _LONGEST_TEXT // 2]}…{shown[1 - _LONGEST_TEXT // 2 :]}"
-    shown = textwrap.fill(shown, max(12, int(inches / _inches(1, points))))
+    shown = textwrap.fill(shown, max(12, int(inches / _CHARACTER)))
     return shown.replace("\\", "\\\\").replace("$", r"\$") if "$" in shown else shown
-
-
-def _inches(characters: int, points: float = _POINTS) -> float:
-    """About how wide so many characters are."""
-    return characters * 0.62 * points / 72

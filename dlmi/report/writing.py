@@ -1,4 +1,7 @@
-"""Everything of a report but its page, on disk: pictures, tables, and the text that ties them."""
+"""Everything of a report but its page, on disk: pictures, tables, and the text that ties them.
+
+Nothing in a cell is taken for a command by whoever reads the file: Markdown, a spreadsheet, LaTeX.
+"""
 
 import csv
 import dataclasses
@@ -7,14 +10,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlmi.report.blocks import Cell, Figure, ModelText, ReportTable, format_cell, render
-from dlmi.report.latex import latex_table
+from dlmi.report.blocks import Cell, Figure, ModelText, ReportTable, format_cell, render, write_file
 from dlmi.report.loading import ReportData
 from dlmi.report.styles import house_style
 from dlmi.text import escape_markdown, visible
 from dlmi.version import __version__
 
-_DOTS_PER_INCH = 200
+_DOTS_PER_INCH = 300
 
 # What Markdown reads as more than a character. An underscore inside a word and brackets that no
 # address follows are what they are.
@@ -22,6 +24,46 @@ _MARKUP = re.compile(r"[\\`*{}<>|~$&#!]|(?<!\w)_|_(?!\w)|\](?=\s*[(\[:])")
 
 # What a spreadsheet would take for a formula, unless it is a number.
 _FORMULA = re.compile(r"[=@]|[+-](?!\d+(\.\d+)?(e[+-]?\d+)?$)")
+
+# Longer tables may break over pages; longtable does not work in two columns, tabular does.
+_LONGEST_FLOAT = 40
+_LONGEST_PLAIN_CELL = 26
+_MOST_UPRIGHT_COLUMNS = 7
+
+_TEXT_COMMANDS = {
+    **{"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater"},
+    **{"|": "bar", '"': "quotedbl", "`": "asciigrave", "'": "quotesingle"},
+}
+_ESCAPES = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "{}$&#%"},
+        # After a line's end the first two would be arguments of it; two hyphens would be a dash.
+        **{character: f"{{{character}}}" for character in "[*-"},
+        **{character: rf"\text{name}{{}}" for character, name in _TEXT_COMMANDS.items()},
+        "_": r"\_\allowbreak{}",
+        "⏎": r"$\hookleftarrow$",
+        "⇥": r"\texttt{\textbackslash{}t}",
+        "␍": r"\texttt{\textbackslash{}r}",
+        "␣": r"\textvisiblespace\allowbreak{}",
+        "±": r"$\pm$",
+        "τ": r"$\tau$",
+        "²": r"$^2$",
+        "–": "--",  # noqa: RUF001
+        "−": "$-$",  # noqa: RUF001
+        "·": r"$\cdot$",
+        "…": r"\ldots{}",
+    }
+)
+_BEYOND_FONTS = re.compile("[^\x00-\x7fªµºÀ-ÖØ-öø-ÿ]")
+
+_HEADER = """\
+% Written by dlmi.
+% Needs \\usepackage{amssymb,array,booktabs,graphicx,longtable,pdflscape,textcomp,xcolor},
+% \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}.
+% Characters beyond Latin-1 are shown by their number (U+...).
+"""
+# As wide as the text at most, and no wider than it is.
+_FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
 
 def write_figures(folder: Path, drawings: Sequence[Figure]) -> list[Figure]:
@@ -36,7 +78,7 @@ def write_figures(folder: Path, drawings: Sequence[Figure]) -> list[Figure]:
             drawing.canvas.set_layout_engine("none")  # everything has its place by now
             drawing.canvas.savefig(picture, format="svg", metadata={"Date": None})
             drawing.canvas.savefig(f"{file}.pdf", metadata={"CreationDate": None})
-        _write(Path(f"{file}.svg"), picture.getvalue())
+        write_file(Path(f"{file}.svg"), picture.getvalue())
         figures.append(dataclasses.replace(drawing, svg=picture.getvalue()))
     return figures
 
@@ -49,7 +91,7 @@ def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
         markdown = f"# {title}\n\n{caption}\n\n{markdown_table(table)}\n"
         texts = {"md": markdown, "csv": csv_table(table), "tex": latex_table(table)}
         for suffix, text in texts.items():
-            _write(folder / f"{table.name}.{suffix}", text)
+            write_file(folder / f"{table.name}.{suffix}", text)
 
 
 def write_text(
@@ -58,7 +100,7 @@ def write_text(
     """`report.md`: what was measured, what was wrong, then every figure and table."""
     blocks = {"data": data, "figures": figures, "tables": tables, "version": __version__}
     filters = {"md": markdown_text, "md_table": markdown_table}
-    _write(path, render("report.md.j2", filters, **blocks))
+    write_file(path, render("report.md.j2", filters, **blocks))
 
 
 def markdown_table(table: ReportTable) -> str:
@@ -92,7 +134,7 @@ def markdown_text(text: str) -> str:
 
 
 def csv_table(table: ReportTable) -> str:
-    """Numbers in full, None empty, text on one line each, formulas quoted."""
+    """Numbers in full, None and NaN empty, text on one line each, formulas quoted."""
     file = io.StringIO()
     rows = (map(_csv_cell, row) for row in (table.columns, *table.rows))
     csv.writer(file, lineterminator="\n").writerows(rows)
@@ -101,11 +143,71 @@ def csv_table(table: ReportTable) -> str:
 
 def _csv_cell(value: Cell) -> Cell:
     if not isinstance(value, str):
-        return value
+        return None if value != value else value
     text = visible(value)
     return f"'{text}" if _FORMULA.match(text) else text
 
 
-def _write(path: Path, text: str) -> None:
-    # A file name that is not valid Unicode can stand in a note.
-    path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+def escape_latex(text: str) -> str:
+    r"""Text that LaTeX shows as it is; characters that its fonts lack are shown by their number.
+
+    >>> escape_latex("a_b & 50%") == r"a\_\allowbreak{}b \& 50\%"
+    True
+    """
+    shown = visible(text).translate(_ESCAPES)
+    return _BEYOND_FONTS.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", shown)
+
+
+def latex_cell(value: Cell) -> str:
+    """A cell; what a model got wrong is red."""
+    if isinstance(value, ModelText):
+        return "".join(
+            rf"\textcolor{{red}}{{{escape_latex(text)}}}" if is_wrong else escape_latex(text)
+            for text, is_wrong in value.parts
+        )
+    shown = format_cell(value)
+    if not isinstance(value, int | float):
+        return escape_latex(shown)
+    mantissa, has_exponent, exponent = shown.partition("e")
+    if has_exponent:
+        return rf"${mantissa}\times10^{{{int(exponent)}}}$"
+    return shown.replace("-", "$-$")
+
+
+def latex_table(table: ReportTable) -> str:
+    """The whole file: a float, or a longtable where it would not fit on a page."""
+    from pandas import DataFrame  # here, since nothing else needs it
+
+    frame = DataFrame([list(map(latex_cell, row)) for row in table.rows], dtype=object)
+    frame.columns = [rf"\textbf{{{escape_latex(column)}}}" for column in table.columns]
+    is_long = len(table.rows) > _LONGEST_FLOAT
+    text: str = frame.style.hide(axis="index").to_latex(
+        environment="longtable" if is_long else "table*",
+        column_format=_layout(table),
+        caption=escape_latex(f"{table.title}. {table.caption}"),
+        label=f"tab:{table.name}",
+        position=None if is_long else "t",
+        hrules=True,
+    )
+    if not is_long:
+        start = rf"\centering\footnotesize{_FITTED}" + "\n" + r"\begin{tabular}"
+        text = text.replace(r"\begin{tabular}", start, 1)
+        return _HEADER + r"\end{tabular}}".join(text.rsplit(r"\end{tabular}", 1))
+    text = f"{{\\scriptsize\n{text}}}\n"
+    is_wide = len(table.columns) > _MOST_UPRIGHT_COLUMNS
+    return _HEADER + (f"\\begin{{landscape}}\n{text}\\end{{landscape}}\n" if is_wide else text)
+
+
+def _layout(table: ReportTable) -> str:
+    """Numbers to the right, text to the left, long text in paragraphs of equal width."""
+    texts = [
+        [cell for cell in cells if isinstance(cell, str)] for cells in zip(*table.rows, strict=True)
+    ]
+    wide = [max(map(len, column), default=0) > _LONGEST_PLAIN_CELL for column in texts]
+    width = 0.6 / max(1, sum(wide))
+    paragraph = rf">{{\raggedright\arraybackslash}}p{{{width:.2f}\linewidth}}"
+    kinds = [
+        paragraph if is_wide else "r" if table.is_number(i) else "l"
+        for i, is_wide in enumerate(wide)
+    ]
+    return "@{}" + "".join(kinds) + "@{}"

@@ -25,7 +25,7 @@ from dlmi.cli.main import main
 from dlmi.cli.report import write_report
 from dlmi.gradient_rows import GradientRow, read_gradient_rows
 from dlmi.methods import DLMI
-from dlmi.report.gradient_sets import ks_table, read_gradients
+from dlmi.report.gradient_sets import gradient_sets, ks_table
 from dlmi.report.loading import load
 from dlmi.report.page import write_page
 from dlmi.report.tables import (
@@ -356,8 +356,7 @@ def test_gradient_files(gradient_row, data):
         file.write_bytes(as_line(gradient_row) + b"\n".join(lines))
         rows, _ = read_gradient_rows(file)
         assert rows
-        sets, _ = read_gradients([file])
-        ks_table(sets)
+        ks_table(gradient_sets([rows]))
 
 
 # ---- Configurations

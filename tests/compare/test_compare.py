@@ -153,9 +153,10 @@ def test_every_cell_is_an_ordinary_run(copied):
 
 
 def test_a_report_finds_labels_and_budgets(copied):
-    [group] = load([copied]).groups
+    data = load([copied])
+    [group] = data.groups
     assert [str(budget) for budget in group.budgets] == ["4 steps", "12 steps"]
-    assert group.labels == ["DLMI(1)", "SODA"]
+    assert data.labels == ["DLMI(1)", "SODA"]
 
 
 @pytest.mark.usefixtures("in_process")
@@ -368,10 +369,10 @@ def test_a_comparison_of_an_earlier_version_is_read_but_not_continued(grid, tmp_
     assert "SODA-N4-seed0 to be a cell of this grid" in line
     assert "`python -m dlmi report` still reads this one" in line
     assert sorted(os.listdir(folder)) == sorted(os.listdir(old))
-    [group] = load([folder]).groups
-    [label] = group.labels
+    data = load([folder])
+    [label] = data.labels
     assert label.startswith("SODA")
-    assert [budget.at for budget in group.budgets] == [3000.0, 6000.0, 12000.0]
+    assert [budget.at for budget in data.groups[0].budgets] == [3000.0, 6000.0, 12000.0]
 
 
 def test_a_second_comparison_in_the_same_folder_is_refused(grid, capsys):

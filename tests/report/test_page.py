@@ -14,8 +14,7 @@ from helpers.methods import SMALL
 from dlmi import DLMI, Inverter
 from dlmi.report.blocks import Figure, ModelText, ReportTable, format_cell
 from dlmi.report.loading import Group, ReportData, Series
-from dlmi.report.page import write_page
-from dlmi.report.page_data import TRACE_POINTS, thin_trace
+from dlmi.report.page import TRACE_POINTS, thin_trace, write_page
 from dlmi.report.result_files import Budget
 from dlmi.rows import TracePoint
 
@@ -45,9 +44,8 @@ def row(made, fit, data):
 def loaded(*series, notes=(), **changes):
     """Results as they are read, of one group."""
     first = series[0].rows[0]
-    group = Group(
-        first.model, first.fingerprint, first.dtype, "set", series, (Budget("step", 12.0),)
-    )
+    names = (first.model, first.model, first.fingerprint, first.dtype, "set")
+    group = Group(*names, series, (Budget("step", 12.0),))
     return ReportData((dataclasses.replace(group, **changes),), notes)
 
 
@@ -191,7 +189,7 @@ def test_hostile_texts_survive_in_the_data(tmp_path, row):
     data = data_of(hostile_page(tmp_path / "page.html", row))
     assert data["columns"]["promptText"] == [HOSTILE]
     assert data["targets"][0]["text"] == HOSTILE
-    assert data["columns"]["perplexity"] == [None]
+    assert data["columns"]["prompt_perplexity"] == [None]
 
 
 def test_thinned_trace_keeps_ends_and_every_new_best():
@@ -215,15 +213,6 @@ def test_summary_sets_the_two_measures_apart(tmp_path, row):
     assert "near N = 5 33 % exact 1 of 3 results mean honest LCS 0.750" in text
     assert "as in code not comparable 0.900" in text
     assert "far N = 5 0 % exact 0 of 3 results mean honest LCS 0.250" in text
-
-
-def test_groups_of_one_model_are_told_apart(tmp_path, row):
-    one = loaded(Series("a", 5, (row,)), target_set="123456789").groups[0]
-    other = dataclasses.replace(one, target_set="abcdefghi")
-    write_page(tmp_path / "page.html", ReportData((one, other), ()), [], [])
-    names = data_of(tmp_path / "page.html")["groups"]
-    model = Path(row.model).name
-    assert names == [f"{model} · targets 123456", f"{model} · targets abcdef"]
 
 
 def test_page_without_results(tmp_path):

@@ -331,9 +331,9 @@ def test_reports_tell_fluent_runs_apart(data, fit):
     del plain.settings["fluency"]
     assert restrictions(plain.settings) == {}
     assert restrictions(fluent.settings) == {"fluency": 0.3}
-    labels = run_labels([None, None], [[plain], [fluent]])
+    labels = run_labels([(None, [plain]), (None, [fluent])])
     assert labels == ["DLMI(100) fluency=0.0", "DLMI(100) fluency=0.3"]
-    assert run_labels([None], [[plain]]) == ["DLMI(100)"]
+    assert run_labels([(None, [plain])]) == ["DLMI(100)"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_untied"])

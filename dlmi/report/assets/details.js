@@ -95,18 +95,18 @@ function copyBySelection(text, status) {
 }
 
 function measurements(i) {
-  const fromText = `no: LCS ${decimals(3)(columns.roundTripLcs[i])} from text`;
+  const fromText = `no: LCS ${decimals(3)(columns.round_trip_lcs[i])} from text`;
   const stop = data.stops[columns.stop[i]];
   return [
     ['honest LCS', decimals(3)(columns.lcs[i])],
-    ['as in code (not comparable)', decimals(3)(columns.asInCode[i])],
-    ['prompt survives being text', columns.roundTrips[i] ? 'yes' : fromText],
-    ['best found at step', `${whole(columns.bestStep[i])} of ${whole(columns.steps[i])}, ${stop}`],
-    ['token passes', `${whole(columns.forward[i])} forward, ${whole(columns.backward[i])} backward`],
-    ['discrete cross-entropy', compact(columns.discreteLoss[i])],
-    ['prompt perplexity', compact(columns.perplexity[i])],
-    ['prompt positions with a target token', percent(columns.overlap[i])],
-    ['target tokens in the prompt', percent(columns.targetHit[i])],
+    ['as in code (not comparable)', decimals(3)(columns.as_in_code_lcs[i])],
+    ['prompt survives being text', columns.round_trips[i] ? 'yes' : fromText],
+    ['best found at step', `${whole(columns.best_step[i])} of ${whole(columns.steps[i])}, ${stop}`],
+    ['token passes', `${whole(columns.forward_tokens[i])} forward, ${whole(columns.backward_tokens[i])} backward`],
+    ['discrete cross-entropy', compact(columns.discrete_loss[i])],
+    ['prompt perplexity', compact(columns.prompt_perplexity[i])],
+    ['prompt positions with a target token', percent(columns.overlap_ratio[i])],
+    ['target tokens in the prompt', percent(columns.target_hit_ratio[i])],
     ['target tokens ranked first with no prompt', percent(target(i).rankOne)],
   ];
 }
@@ -142,7 +142,7 @@ function charts(i) {
   const bestSoFar = lcs.map((value) => (best = Math.max(best, value ?? 0)));
   const evaluations = columns.evaluations[i];
   const thinned = steps.length < evaluations ? ` (${steps.length} of ${evaluations} evaluations)` : '';
-  const mark = columns.bestStep[i];
+  const mark = columns.best_step[i];
   const finite = losses.filter((value) => value !== null);
   return [
     chart(`Honest LCS by step${thinned}`, steps, 1, mark, [['now', lcs, false], ['best', bestSoFar, true]]),

@@ -1,5 +1,5 @@
 'use strict';
-// The script of the page draws the table of all results. Its data stands in the page (page_data.py):
+// The script of the page draws the table of all results. Its data stands in the page (`page_data` in page.py):
 // side tables, and one list per column. Nothing that a model said is ever parsed as markup: elements
 // are made one by one and filled with text.
 
@@ -69,7 +69,7 @@ function compact(value) {
 
 const target = (i) => data.targets[columns.target[i]];
 const promptLength = (i) => columns.prompt[i].length;
-const tokenPasses = (i) => columns.forward[i] + columns.backward[i];
+const tokenPasses = (i) => columns.forward_tokens[i] + columns.backward_tokens[i];
 const outputTokens = (i) => columns.output[i] ?? target(i).tokens;
 const joined = (tokens) => tokens.map((token) => data.vocabulary[token][1]).join('');
 const promptText = (i) => columns.promptText[i] ?? joined(columns.prompt[i]);

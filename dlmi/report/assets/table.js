@@ -11,7 +11,7 @@ const FIELDS = [
   { key: 'steps', title: 'Steps', kind: 'minor', value: column('steps'), format: whole },
   { key: 'passes', title: 'Token passes', kind: 'minor', value: tokenPasses, format: whole },
   { key: 'seconds', title: 'Seconds', kind: 'minor', value: column('seconds'), format: compact },
-  { key: 'perplexity', title: 'Prompt perplexity', kind: 'minor', value: column('perplexity'), format: compact },
+  { key: 'perplexity', title: 'Prompt perplexity', kind: 'minor', value: column('prompt_perplexity'), format: compact },
   { key: 'stop', title: 'Stopped', kind: 'words minor', value: named('stop', 'stops') },
   { key: 'target', title: 'Target', kind: 'words said minor', value: (i) => target(i).text, format: clamped },
   { key: 'output', title: 'Output', kind: 'words said', value: outputText, cell: markedOutput },

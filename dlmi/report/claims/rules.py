@@ -1,18 +1,18 @@
-"""The paper's claims about LCS and prompts, each as a rule that gives its findings in a view."""
+"""The paper's claims as rules: each gives the numbers that its claim bounds, in a view."""
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from dlmi.report.claims.verdicts import NEGLIGIBLE, Findings, above, below, between, decides
-from dlmi.report.claims.views import MetricView, tau_of
+from dlmi.report.claims.views import GradientView, Metric, MetricView, tau_of
 from dlmi.report.estimates import (
     Estimate,
+    Measure,
     NamedEstimates,
     by_target,
     differences,
     mean_gain,
-    mean_over_targets,
     slope,
     unpaired,
 )
@@ -22,171 +22,189 @@ from dlmi.report.result_files import Budget
 from dlmi.report.tables import log_perplexity
 from dlmi.rows import Inversion
 
-LONG_PROMPT = 80
 LONG_RUN = 2048
-POOR = 0.2  # "below ~20%"
-NEAR_PERFECT = 0.9
-BARELY = 0.1
 SODA_FLAT_AFTER = 200
-OVERLAP_BOUND = 0.2
 TEMPERATURE_STEPS = 256
+
+# Labels of estimators as gradient rows have them.
+REINFORCE = "REINFORCE"
+FIXED_LOW, FIXED_HIGH = "GS tau=1", "GS tau=100"
+LEARNED = ("GS L tau0=1", "GS L tau0=100", "GS D+L tau0=1", "GS D+L tau0=100")
+_LOW_AND_HIGH = (LEARNED[:2], LEARNED[2:])
+
+Rule = Callable[[Any], NamedEstimates]
+RULES: dict[str, Rule] = {}
+
+
+def decides(number: str) -> Callable[[Rule], Rule]:
+    """Enter a rule into `RULES`, by the number of its claim."""
+    return lambda rule: RULES.setdefault(number, rule)
 
 
 @decides("1a")
-def _dlmi_is_best(view: MetricView) -> Findings:
-    return (above(*gap) for gap in view.gaps(view.find("DLMI"), view.others))
+def _dlmi_is_best(view: MetricView) -> NamedEstimates:
+    return view.gaps(view.find("DLMI"), view.others)
 
 
 @decides("1b")
-def _dlmi_is_near_perfect(view: MetricView) -> Findings:
-    axis, at = view.budget
-    if view.length >= LONG_PROMPT and axis == "step" and at >= LONG_RUN:
-        for mean in view.means("DLMI"):
-            yield above(*mean, NEAR_PERFECT, margin=0)
+def _dlmi_is_near_perfect(view: MetricView) -> NamedEstimates:
+    is_long = view.budget.axis == "step" and view.budget.at >= LONG_RUN
+    return view.means(view.find("DLMI") if is_long else [])
 
 
 @decides("2")
-def _reinforce_is_poor(view: MetricView) -> Findings:
-    return (below(*mean, POOR) for mean in view.means("REINFORCE"))
+def _reinforce_is_poor(view: MetricView) -> NamedEstimates:
+    return view.means(view.find("REINFORCE"))
 
 
 @decides("3a")
-def _gbda_barely_beats_reinforce(view: MetricView) -> Findings:
-    for gap in view.gaps(view.find_all("GBDA"), view.find("REINFORCE")):
-        yield between(*gap, -NEGLIGIBLE, BARELY)
+def _gbda_barely_beats_reinforce(view: MetricView) -> NamedEstimates:
+    return view.gaps(view.find_all("GBDA"), view.find("REINFORCE"))
 
 
 @decides("3b")
-def _gbda_is_below_dlmi(view: MetricView) -> Findings:
-    return (above(*gap) for gap in view.gaps(view.find("DLMI-TF"), view.find_all("GBDA")))
+def _gbda_is_below_dlmi(view: MetricView) -> NamedEstimates:
+    return view.gaps(view.find("DLMI-TF"), view.find_all("GBDA"))
 
 
 @decides("3c")
-def _gbda_gap_grows(view: MetricView) -> Findings:
-    for dlmi in view.find("DLMI-TF"):
-        for gbda in view.find_all("GBDA"):
-            gaps = differences(dlmi.rows, gbda.rows, view.lcs(view.budget))
-            if rise := _over_k(dlmi, gaps):
-                name = f"rise of {dlmi.label} - {gbda.label} from lowest to highest k"
-                yield above(f"{name} at {view.place}", rise)
+def _gbda_gap_grows(view: MetricView) -> NamedEstimates:
+    for dlmi, gbda in itertools.product(view.find("DLMI-TF"), view.find_all("GBDA")):
+        if rise := _over_k(dlmi, differences(dlmi.rows, gbda.rows, view.measure)):
+            name = f"rise of {dlmi.label} - {gbda.label} from lowest to highest k"
+            yield f"{name} at {view.place}", rise
 
 
 @decides("4")
-def _temperature_matters_most(view: MetricView) -> Findings:
-    for forced, free in _forced_and_free(view):
-        by_forcing = differences(forced.rows, free.rows, view.lcs(view.budget))
-        for fixed in view.find_all("GBDA"):
-            by_temperature = differences(free.rows, fixed.rows, view.lcs(view.budget))
-            if found := mean_gain(by_forcing, by_temperature):
-                names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
-                yield above(f"{names} at {view.place}", found)
+def _temperature_matters_most(view: MetricView) -> NamedEstimates:
+    for (forced, free), fixed in itertools.product(_forced_and_free(view), view.find_all("GBDA")):
+        by_forcing = differences(forced.rows, free.rows, view.measure)
+        by_temperature = differences(free.rows, fixed.rows, view.measure)
+        if found := mean_gain(by_forcing, by_temperature):
+            names = f"({free.label} - {fixed.label}) - ({forced.label} - {free.label})"
+            yield f"{names} at {view.place}", found
 
 
 @decides("5")
-def _forcing_saves_steps(view: MetricView) -> Findings:
+def _forcing_saves_steps(view: MetricView) -> NamedEstimates:
     for forced, free in _forced_and_free(view):
-        yield from (above(*gap) for gap in view.gaps([forced], [free]))
+        yield from view.gaps([forced], [free])
 
 
 @decides("6a")
-def _longer_prompts_are_better(view: MetricView) -> Findings:
+def _longer_prompts_are_better(view: MetricView) -> NamedEstimates:
     low, high = view.group.prompt_lengths[0], view.group.prompt_lengths[-1]
     for long in view.series if view.length == high > low else []:
         short = [s for s in view.everyone if (s.label, s.prompt_length) == (long.label, low)]
         for _, gap in view.gaps([long], short):
-            yield above(f"{long.label}, N={high} - N={low}, {view.budget}", gap)
+            yield f"{long.label}, N={high} - N={low}, {view.budget}", gap
 
 
 @decides("6b")
-def _dlmi_leads_on_hard_targets(view: MetricView) -> Findings:
+def _dlmi_leads_on_hard_targets(view: MetricView) -> NamedEstimates:
     difficulties = sorted({row.k for row in view.group.rows if row.k is not None})
     hard = difficulties[len(difficulties) // 2 :]  # the harder half
 
-    def only_hard(members: Sequence[Series]) -> list[Series]:
-        return [replace(s, rows=tuple(row for row in s.rows if row.k in hard)) for s in members]
+    def of_hard(row: Inversion) -> float:
+        return view.measure(row) if row.k in hard else math.nan
 
-    for name, gap in view.gaps(only_hard(view.find("DLMI")), only_hard(view.others)):
-        if view.length >= LONG_PROMPT:
-            yield above(f"k >= {hard[0]}: {name}", gap)
+    for name, gap in view.gaps(view.find("DLMI"), view.others, of_hard):
+        yield f"k >= {hard[0]}: {name}", gap
 
 
 @decides("7")
-def _larger_is_easier(views: tuple[MetricView, MetricView]) -> Findings:
+def _larger_is_easier(views: tuple[MetricView, MetricView]) -> NamedEstimates:
     small, large = views
-    measure = small.lcs(small.budget)
-    for one in small.find("DLMI"):
-        for other in large.find("DLMI"):
-            # Each LM has its own targets, so this comparison is not paired.
-            if gap := unpaired(by_target(other.rows, measure), by_target(one.rows, measure)):
-                yield above(f"{one.label} at {small.place}", gap)
+    for one, other in itertools.product(small.find("DLMI"), large.find("DLMI")):
+        # Each LM has its own targets, so this comparison is not paired.
+        values = [by_target(series.rows, small.measure).values() for series in (other, one)]
+        if gap := unpaired(*values):
+            yield f"{one.label} at {small.place}", gap
 
 
 @decides("8a")
-def _dlmi_is_robust(view: MetricView) -> Findings:
-    return (above(*fall, -BARELY, margin=0) for fall in _falls(view, "DLMI"))
+def _dlmi_is_robust(view: MetricView) -> NamedEstimates:
+    return _falls(view, "DLMI")
 
 
 @decides("8b")
-def _soda_degrades(view: MetricView) -> Findings:
-    return (below(*fall, 0.0, margin=NEGLIGIBLE) for fall in _falls(view, "SODA"))
+def _soda_degrades(view: MetricView) -> NamedEstimates:
+    return _falls(view, "SODA")
 
 
 @decides("8c")
-def _soda_is_flat(view: MetricView) -> Findings:
-    for soda in view.find("SODA"):
-        is_long = max(row.steps for row in soda.rows) >= 2 * SODA_FLAT_AFTER
-        before = Budget("step", SODA_FLAT_AFTER)
-        early, late = (by_target(soda.rows, view.lcs(b)) for b in (before, view.budget))
-        if is_long and (found := mean_gain(early, late)):
-            name = f"{soda.label}, N={view.length}, gain after {SODA_FLAT_AFTER} steps"
-            yield below(name, found, NEGLIGIBLE)
+def _soda_is_flat(view: MetricView) -> NamedEstimates:
+    long = [s for s in view.find("SODA") if max(r.steps for r in s.rows) >= 2 * SODA_FLAT_AFTER]
+    gain = _gain(view.lcs, Budget("step", SODA_FLAT_AFTER), view.budget)
+    return view.means(long, gain, f"gain after {SODA_FLAT_AFTER} steps, ")
 
 
 @decides("9")
-def _more_steps_do_no_harm(view: MetricView) -> Findings:
+def _more_steps_do_no_harm(view: MetricView) -> NamedEstimates:
     first, last = view.group.budgets[0], view.budget
-    for series in view.find_all("DLMI", "DLMI-TF") if first != last else []:
-        early, late = (by_target(series.rows, view.current_lcs(b)) for b in (first, last))
-        if found := mean_gain(early, late):
-            name = f"{series.label}, N={view.length}, {last.at:.12g} - {first}"
-            yield above(name, found, -NEGLIGIBLE, margin=0)
+    members = view.find_all("DLMI", "DLMI-TF") if first != last else []
+    return view.means(members, _gain(view.current_lcs, first, last), f"{last.at:.12g} - {first}, ")
 
 
 @decides("13")
-def _higher_tau_is_better(view: MetricView) -> Findings:
-    for gap in view.gaps(view.find("DLMI-TF", tau=100), view.find("DLMI-TF", tau=1)):
-        if view.length >= LONG_PROMPT:
-            yield above(*gap)
+def _higher_tau_is_better(view: MetricView) -> NamedEstimates:
+    return view.gaps(view.find("DLMI-TF", tau=100), view.find("DLMI-TF", tau=1))
 
 
 @decides("14")
-def _temperature_falls(view: MetricView) -> Findings:
-    def log_ratio(row: Inversion) -> float | None:
+def _temperature_falls(view: MetricView) -> NamedEstimates:
+    def log_ratio(row: Inversion) -> float:
         known = [p for p in row.trace if p.step <= TEMPERATURE_STEPS]
         taus = [tau for p in known if (tau := p.means.get("tau", 0)) > 0]
-        return math.log10(taus[-1] / taus[0]) if len(taus) > 1 else None
+        return math.log10(taus[-1] / taus[0]) if len(taus) > 1 else math.nan
 
-    for series in view.find_all("DLMI", "DLMI-TF"):
-        if found := mean_over_targets(series.rows, log_ratio):
-            yield below(f"log10 of tau's change, {series.label}, N={view.length}", found, 0.0)
+    return view.means(view.find_all("DLMI", "DLMI-TF"), log_ratio, "log10 of tau's change, ")
 
 
 @decides("15")
-def _overlap_is_small(view: MetricView) -> Findings:
-    for series in view.series:
-        if found := mean_over_targets(series.rows, lambda row: row.overlap_ratio):
-            yield below(f"{series.label}, N={view.length}", found, OVERLAP_BOUND)
+def _overlap_is_small(view: MetricView) -> NamedEstimates:
+    return view.means(view.series, lambda row: row.overlap_ratio)
 
 
 @decides("16")
-def _perplexity_is_huge(view: MetricView) -> Findings:
+def _perplexity_is_huge(view: MetricView) -> NamedEstimates:
     rows = view.group.rows
     largest = max(i for row in rows for i in (*row.prompt_ids, *row.target_ids, *row.output_ids))
     bound = math.log(largest + 1)
-    for series in view.series:
-        if found := mean_over_targets(series.rows, log_perplexity):
-            name = f"ln perplexity, {series.label}, N={view.length} (ln V >= {bound:.3g})"
-            yield above(name, found, bound, margin=0)
+    name = f"ln perplexity - ln V (>= {bound:.3g}), "
+    return view.means(view.series, lambda row: log_perplexity(row) - bound, name)
+
+
+@decides("10")
+def _reinforce_varies_most(view: GradientView) -> NamedEstimates:
+    for other in (FIXED_LOW, FIXED_HIGH, *LEARNED):
+        yield from view.decades(REINFORCE, other, view.variance)
+
+
+@decides("11")
+def _high_tau_is_better(view: GradientView) -> NamedEstimates:
+    for column in (view.variance, view.bias):
+        yield from view.decades(FIXED_HIGH, FIXED_LOW, column)
+
+
+@decides("12a")
+def _learned_are_like_low_tau(view: GradientView) -> NamedEstimates:
+    for learned in LEARNED:
+        for column in (view.variance, view.bias):
+            yield from view.decades(learned, FIXED_LOW, column)
+
+
+@decides("12b")
+def _bias_ignores_tau0(view: GradientView) -> NamedEstimates:
+    for low, high in _LOW_AND_HIGH:
+        yield from view.decades(high, low, view.bias)
+
+
+@decides("12c")
+def _range_is_smaller(view: GradientView) -> NamedEstimates:
+    for low, high in _LOW_AND_HIGH:
+        for _, found in view.decades(high, low, view.variance, lambda v: max(v) - min(v)):
+            yield f"decades of {view.variance}, {high} - {low}", found
 
 
 def _forced_and_free(view: MetricView) -> Iterator[tuple[Series, Series]]:
@@ -196,7 +214,12 @@ def _forced_and_free(view: MetricView) -> Iterator[tuple[Series, Series]]:
             yield forced, free
 
 
-def _over_k(series: Series, values: Mapping[str, float]) -> Estimate | None:
+def _gain(metric: Metric, first: Budget, last: Budget) -> Measure:
+    """What a row gains between two budgets."""
+    return lambda row: metric(last)(row) - metric(first)(row)
+
+
+def _over_k(series: Series, values: Mapping[str, float]) -> Estimate:
     """Change from the lowest to the highest k, along the least-squares line."""
     difficulties = {row.target_id: row.k for row in series.rows}
     return slope([(k, values[t]) for t, k in difficulties.items() if k is not None and t in values])
@@ -204,5 +227,5 @@ def _over_k(series: Series, values: Mapping[str, float]) -> Estimate | None:
 
 def _falls(view: MetricView, role: Role) -> NamedEstimates:
     for series in view.find(role):
-        if fall := _over_k(series, by_target(series.rows, view.lcs(view.budget))):
+        if fall := _over_k(series, by_target(series.rows, view.measure)):
             yield f"{series.label} from lowest to highest k at {view.place}", fall

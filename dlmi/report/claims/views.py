@@ -1,14 +1,28 @@
-"""What a claim's rule looks at: rows that may be compared, through one of two metrics.
+"""What a claim's rule looks at: rows that may be compared, through our or the authors' metric.
 
 Which of the paper's methods a series is follows from its settings, never from its label.
 """
 
+import itertools
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dlmi.report.estimates import Measure, NamedEstimates, differences, estimate, mean_over_targets
+from dlmi.gradient_rows import GradientRow
+from dlmi.report.estimates import (
+    Measure,
+    NamedEstimates,
+    by_target,
+    differences,
+    estimate,
+    known,
+    mean_gain,
+    mean_over_targets,
+)
+from dlmi.report.gradient_sets import GradientSet
 from dlmi.report.loading import Group, Series
-from dlmi.report.names import Role, paper_role
+from dlmi.report.names import Role, paper_role, restrictions, settings_text
 from dlmi.report.result_files import Budget
 
 Metric = Callable[[Budget], Measure]
@@ -40,6 +54,11 @@ class MetricView:
         """Those that are no kind of DLMI."""
         return [series for series in self.series if series.rows[0].method != "DLMI"]
 
+    @property
+    def measure(self) -> Measure:
+        """LCS at the budget."""
+        return self.lcs(self.budget)
+
     def find_all(self, *roles: Role) -> list[Series]:
         """Every series that is one of these methods of the paper."""
         return [series for series in self.series if role_of(series) in roles]
@@ -49,19 +68,61 @@ class MetricView:
         found = [s for s in self.find_all(role) if tau is None or tau_of(s) == tau]
         return sorted(found, key=lambda s: (tau_of(s) != 100, -len(s.rows)))[:1]
 
-    def means(self, role: Role) -> NamedEstimates:
-        """The mean of a method of the paper."""
-        for series in self.find(role):
-            if found := mean_over_targets(series.rows, self.lcs(self.budget)):
-                yield f"{series.label} at {self.place}", found
+    def means(
+        self, members: Sequence[Series], measure: Measure | None = None, what: str = ""
+    ) -> NamedEstimates:
+        """The mean of each, of LCS at the budget unless told."""
+        place = f"N={self.length}" if measure else self.place
+        for series in members:
+            if found := mean_over_targets(series.rows, measure or self.measure):
+                yield f"{what}{series.label} at {place}", found
 
-    def gaps(self, firsts: Sequence[Series], seconds: Sequence[Series]) -> NamedEstimates:
-        """Each first minus each second, paired by target and seed."""
-        for one in firsts:
-            for other in seconds:
-                gaps = differences(one.rows, other.rows, self.lcs(self.budget)).values()
-                if one is not other and (found := estimate(gaps)):
-                    yield f"{one.label} - {other.label} at {self.place}", found
+    def gaps(
+        self, firsts: Sequence[Series], seconds: Sequence[Series], measure: Measure | None = None
+    ) -> NamedEstimates:
+        """Each first minus each second, paired by target and seed; of LCS unless told."""
+        for one, other in itertools.product(firsts, seconds):
+            gaps = differences(one.rows, other.rows, measure or self.measure).values()
+            if one is not other and (found := estimate(gaps)):
+                yield f"{one.label} - {other.label} at {self.place}", found
+
+
+@dataclass(frozen=True)
+class GradientView:
+    """Gradient rows through a pair of columns.
+
+    The paper's are the largest variance and bias of a logit, which shrink with the gradient itself;
+    so claims are decided on columns that are free of scale, and the paper's stand beside them.
+    """
+
+    gradients: GradientSet
+    variance: str = "relative_variance"
+    bias: str = "bias_over_norm"
+
+    def decades(
+        self,
+        first: str,
+        second: str,
+        column: str,
+        summary: Callable[[list[float]], float] = statistics.fmean,
+    ) -> NamedEstimates:
+        """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
+
+        def logarithm(row: GradientRow) -> float:
+            value = known(getattr(row, column).value)
+            return math.log10(value) if value > 0 else math.nan
+
+        one, other = (
+            by_target([r for r in self.gradients.rows if r.estimator == label], logarithm, summary)
+            for label in (first, second)
+        )
+        if found := mean_gain(other, one):
+            yield f"log10 {column}, {first} over {second}", found
+
+
+def held_to(series: Series) -> str:
+    """What restricts its prompts."""
+    return settings_text(restrictions(series.rows[0].settings))
 
 
 def role_of(series: Series) -> Role | None:
