@@ -151,14 +151,19 @@ class SwapSearch(Search[SwapState]):
     def _try(self, slot: Slot, state: SwapState) -> "Generator[Pass, Scores, None]":
         """Draw swaps, put together those that help, and move to the best if it is better."""
         at = state.at
-        ids = self._surviving(slot, self._drawn(slot, state))
+        ids = self._drawn(slot, state)
         if len(ids) == 0:
             return
         found = yield from self._score(slot, state, ids, at.ids)
         better = sorted((c for c in found if c.score < at.score), key=lambda c: c.score)
         if better:
             swapped = torch.stack([candidate.ids for candidate in better])
-            merged = self._surviving(slot, merge_swaps(at.ids, swapped, _MERGED_SWAPS))
+            merged = merge_swaps(
+                at.ids,
+                swapped,
+                _MERGED_SWAPS,
+                lambda ids: len(self._surviving(slot, ids[None])) > 0,
+            )
             if len(merged):
                 found += yield from self._score(slot, state, merged, at.ids)
         best = min(found, key=lambda c: c.score)
@@ -220,16 +225,25 @@ class SwapSearch(Search[SwapState]):
         return Swaps(slot.tokens, _SWAPS_PER_POSITION, torch.cat(barred))
 
     def _drawn(self, slot: Slot, state: SwapState) -> Tensor:
-        """Swaps that were not tried yet, (C, N); the more has to be read after one, the rarer."""
+        """Swaps that were not tried yet, (C, N); the more has to be read after one, the rarer.
+
+        One that does not round-trip, where it must, is replaced by another.
+        """
         assert state.swaps is not None
         first = slot.length - state.window
         behind = torch.arange(state.window, 0, -1)  # tokens from each position on
         examples = self._examples(slot, state, state.at.ids)
         costs = sum(behind + len(example.ids) - 1 for example in examples)
-        rows, drawn = draw_swaps(state.swaps, torch.as_tensor(costs) ** 2, self.width, slot.rng)
-        ids = state.at.ids.repeat(len(rows), 1)
-        ids[torch.arange(len(rows)), first + rows] = drawn
-        return ids
+        rarity = torch.as_tensor(costs) ** 2
+        found = state.at.ids.repeat(0, 1)
+        while len(found) < self.width:
+            rows, drawn = draw_swaps(state.swaps, rarity, self.width - len(found), slot.rng)
+            if len(rows) == 0:
+                break
+            ids = state.at.ids.repeat(len(rows), 1)
+            ids[torch.arange(len(rows)), first + rows] = drawn
+            found = torch.cat([found, self._surviving(slot, ids)])
+        return found
 
     def _kicked(self, slot: Slot, state: SwapState) -> Tensor:
         """The prompt with a few tokens changed at random, (1, N)."""

@@ -3,6 +3,8 @@
 Axes: C candidates, N prompt tokens, W of them that are searched, K swaps of each, M target tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,12 @@ def draw_swaps(
     return rows, tokens
 
 
-def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
+def merge_swaps(
+    columns: Tensor,
+    swapped: Tensor,
+    most: int,
+    is_allowed: Callable[[Tensor], bool] = lambda ids: True,
+) -> Tensor:
     """Put swaps of one prompt together: the first two, the first three, and so on.
 
     Args:
@@ -63,6 +70,7 @@ def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
         swapped: Copies of it with one token changed, the best first, (C, N). Of those that change
             the same position, the first counts.
         most: How many are put together at most.
+        is_allowed: Whether a prompt, (N,), may be; a swap that would lead to another is left out.
 
     Returns:
         One prompt less than swaps that count, (.., N).
@@ -76,6 +84,8 @@ def merge_swaps(columns: Tensor, swapped: Tensor, most: int) -> Tensor:
     for candidate in swapped:
         is_new = (candidate != columns) & (merged == columns)
         if is_new.any() and len(merges) < most:
-            merged = torch.where(is_new, candidate, merged)
-            merges.append(merged)
+            tried = torch.where(is_new, candidate, merged)
+            if is_allowed(tried):
+                merged = tried
+                merges.append(merged)
     return torch.stack(merges[1:]) if len(merges) > 1 else swapped[:0]

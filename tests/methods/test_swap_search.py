@@ -263,6 +263,23 @@ def test_merging_with_nothing_to_merge_gives_nothing():
     assert merge_swaps(prompt, rows, 2).tolist() == [[9, 8, 3]]
 
 
+def test_a_swap_that_leads_to_a_forbidden_prompt_is_not_merged():
+    rows = torch.tensor([[9, 2, 3], [1, 8, 3], [1, 2, 7]])
+    merged = merge_swaps(torch.tensor([1, 2, 3]), rows, 6, lambda ids: int(ids[1]) != 8)
+    assert merged.tolist() == [[9, 2, 7]]
+
+
+def test_what_does_not_survive_being_pasted_is_replaced_before_it_is_read(tiny):
+    """No token-pass is spent on it, and the step is as wide as before."""
+    search = Search(tiny, SwapSearch(width=7, **WHOLE), [4, 6, 8])
+    search.slot.tokens.must_round_trip = True
+    search.slot.tokens.surviving = lambda ids: ids[(ids % 2 == 0).all(-1)]
+    search.step()
+    tried = [asked.prompts for asked in search.passes if asked.like_ids is not None]
+    assert max(len(ids) for ids in tried) == 7
+    assert all(bool((ids % 2 == 0).all()) for ids in tried)
+
+
 # ---- window and horizon
 
 
