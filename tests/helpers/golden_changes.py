@@ -32,6 +32,7 @@ FIRST_EMA = "The first step of `ema` compares each sample with the others."
 BEST = "The best prompt of a search is the one with most right tokens, then the best score."
 SEARCH_COST = "A search pays for a prompt from its first difference on, and for a gradient once."
 PREFIX_COST = "The beginning of a context is paid for, once for each target."
+ROUND_TRIP = "A swap that does not round-trip, where it must, is replaced by another."
 
 # Where two prompts of a search differ in which is the better one.
 _OTHER_BEST = ("echo_search_random/plain", "echo_search_random/prompt_bos")
@@ -131,6 +132,8 @@ def reason_of(case: str, now: dict[str, Any]) -> str:
         return FIRST_EMA
     if now.keys() == {"forward_tokens"}:
         return SEARCH_COST if is_search else PREFIX_COST
+    if variant == "round_trip" and is_search and row != "gcg":
+        return ROUND_TRIP
     if case in _OTHER_BEST:
         return BEST
     raise ValueError(f"{case} has other values for no reason: {now}")
