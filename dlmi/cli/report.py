@@ -106,10 +106,10 @@ def write_report(
     ]
     shown = [table for table in made if table.rows]
     out.mkdir(parents=True, exist_ok=True)
-    pictures = write_figures(out / "figures", drawings)
+    write_figures(out / "figures", drawings)
     write_tables(out / "tables", shown)
-    write_text(out / TEXT, data, pictures, shown)
-    write_page(out / PAGE, data, pictures, shown, reload_seconds)
+    write_text(out / TEXT, data, drawings, shown)
+    write_page(out / PAGE, data, drawings, shown, reload_seconds)
 
 
 def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int]) -> None:

@@ -41,9 +41,9 @@ class ModelText(str):
         return made
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figure:
-    """A picture: self-contained SVG once it is written, drawn on a canvas before."""
+    """A picture: drawn on a canvas, and self-contained SVG once it is written."""
 
     name: str  # of its files, without suffix
     title: str

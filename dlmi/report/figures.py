@@ -224,7 +224,7 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
     drawings = []
     for part, gradients in enumerate(sets, start=1):
         values = {name: values_of(gradients.rows, name) for name in _STATISTICS}
-        drawn = {name: list(itertools.chain(*found.values())) for name, found in values.items()}
+        drawn = {name: [*itertools.chain(*found.values())] for name, found in values.items()}
         panels = [
             Panel("", title, values[name], partial(_violin_panel, values[name]))
             for name, title in _STATISTICS.items()

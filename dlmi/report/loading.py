@@ -7,7 +7,7 @@ Rows are averaged only within a `Group`: the same LM, dtype and set of targets. 
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,14 +52,21 @@ class Group:
     @property
     def mixed(self) -> str:
         """Where and with what rows were made, as far as they differ in it; mostly nothing."""
-        found = defaultdict(set)
+        ways = []
         for row in self.rows:
+            passes = row.settings.get("pass_dtype") or row.settings.get("precision") or row.dtype
             named = {"LM": row.model, "revision": row.revision, "device": row.device}
-            passes = {"passes": row.settings.get("precision") or row.dtype}
-            for name, value in {**named, **passes, **row.versions}.items():
-                found[name].add(str(value))
-        several = {name: " / ".join(sorted(vs)) for name, vs in found.items() if len(vs) > 1}
-        return "; ".join(f"{name}: {values}" for name, values in several.items())
+            ways.append({**named, "passes": passes, **row.versions})
+        found = every_value(ways).items()
+        return "; ".join(f"{name}: {' / '.join(vs)}" for name, vs in found if len(vs) > 1)
+
+
+def every_value(named: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
+    """All values that each name has, sorted."""
+    found = defaultdict(set)
+    for name, value in itertools.chain(*(each.items() for each in named)):
+        found[name].add(str(value))
+    return {name: sorted(values) for name, values in found.items()}
 
 
 @dataclass(frozen=True)
@@ -131,9 +138,8 @@ def load(paths: Sequence[Path], steps: Sequence[int] = ()) -> ReportData:
 def _groups(runs: Sequence[Run], wanted: Sequence[Budget]) -> tuple[list[Group], list[str]]:
     """The runs by LM, dtype and targets, and notes on rows that are there twice."""
     by_group: dict[tuple[str, str, str], list[tuple[str, Run]]] = defaultdict(list)
-    for run, label in zip(
-        runs, run_labels([(run.cell.label, run.rows) for run in runs]), strict=True
-    ):
+    labels = run_labels([(run.cell.label, run.rows) for run in runs])
+    for run, label in zip(runs, labels, strict=True):
         first = run.rows[0]
         by_group[first.fingerprint, first.dtype, first.target_set].append((label, run))
     groups, notes = [], []

@@ -129,11 +129,10 @@ def run_labels(runs: Sequence[tuple[str | None, Sequence[Inversion]]]) -> list[s
     twice = {label for (label, *_), count in done.items() if count > 1}
     everything = dict.fromkeys(name for own in settings for name in own)
     where = [
-        {**everything, **own, **row.versions, "device": row.device}
-        for own, row in zip(settings, firsts, strict=True)
+        {**everything, **own, **row.versions, "device": row.device} if label in twice else {}
+        for label, own, row in zip(labels, settings, firsts, strict=True)
     ]
-    apart = _told_apart(labels, where, {})
-    return [a if label in twice else label for a, label in zip(apart, labels, strict=True)]
+    return _told_apart(labels, where, {})
 
 
 def _told_apart(
@@ -145,11 +144,11 @@ def _told_apart(
         for name, value in own.items():
             both = (value, usual.get(name, value))
             values[label, name] |= {json.dumps(each, sort_keys=True) for each in both}
-    told = []
-    for label, own in zip(labels, settings, strict=True):
-        names = [name for name in own if len(values[label, name]) > 1 and name not in _AXES]
-        told.append(" ".join([label, settings_text({name: own[name] for name in names})]).strip())
-    return told
+    shown = [
+        {n: value for n, value in own.items() if len(values[label, n]) > 1 and n not in _AXES}
+        for label, own in zip(labels, settings, strict=True)
+    ]
+    return [f"{n} {settings_text(own)}".strip() for n, own in zip(labels, shown, strict=True)]
 
 
 def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from dlmi.metrics import lcs_members
 from dlmi.report.blocks import ASSETS, Figure, ReportTable, format_cell, render, write_file
 from dlmi.report.estimates import Summary, summarise
-from dlmi.report.loading import Group, ReportData, Series
+from dlmi.report.loading import Group, ReportData, Series, every_value
 from dlmi.rows import DECODES, Inversion, TracePoint
 from dlmi.text import visible
 from dlmi.version import __version__
@@ -29,9 +30,6 @@ TRACE_POINTS = 48
 
 # One script in the page: each of them uses what those before it define.
 _SCRIPTS = ("elements.js", "details.js", "table.js")
-_SIDE_TABLES = (
-    *("targets", "vocabulary", "methods", "stops", "settings", "environments", "forms", "steps"),
-)
 _NUMBERS = (
     *("seed", "lcs", "as_in_code_lcs", "exact", "steps", "best_step", "seconds", "discrete_loss"),
     *("forward_tokens", "backward_tokens", "prompt_perplexity", "round_trips", "round_trip_lcs"),
@@ -75,7 +73,7 @@ def write_page(
         tables=tables,
         written=f"{now.day} {now:%B %Y, %H:%M} UTC",
         version=__version__,
-        versions=_versions(data),
+        versions=every_value(row.versions for row in data.rows),
     )
     write_file(path, html)
 
@@ -96,20 +94,11 @@ def _cards(group: Group) -> list[tuple[Series, Summary]]:
     return sorted(cards, key=lambda card: (-card[1].exact.mean, -card[1].lcs.mean))
 
 
-def _versions(data: ReportData) -> list[str]:
-    """Each package with every version that rows were made with."""
-    found: dict[str, dict[str, None]] = {}
-    for row in data.rows:
-        for package, version in row.versions.items():
-            found.setdefault(package, {})[version] = None
-    return [f"{visible(name)} {visible(' / '.join(vs))}" for name, vs in found.items()]
-
-
 class _SideTables:
     """Distinct values by name, in order of their first use."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, dict[Hashable, tuple[int, Any]]] = {n: {} for n in _SIDE_TABLES}
+        self._tables: dict[str, dict[Hashable, tuple[int, Any]]] = defaultdict(dict)
 
     def values(self) -> dict[str, list[Any]]:
         """All of them."""

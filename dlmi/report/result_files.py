@@ -70,7 +70,9 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]
     """
     files: dict[Path, Path] = {}
     for path in paths:
-        found = {file.resolve(): file for file in _row_files(path)}
+        below = [file for file in path.rglob("*.jsonl") if _ROW_FILES.fullmatch(file.name)]
+        # What is no plain file (a pipe, a loop of links) would be waited for without end.
+        found = {file.resolve(): file for file in sorted([path, *below]) if file.is_file()}
         if not found:
             raise InputError(
                 f"Expected RUNS to be folders with a {RESULTS_FILE} or a {GRADIENTS_FILE} (or "
@@ -86,14 +88,6 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]
         else:
             runs += _runs(file.parent, _read_file(file, _checked_row, notes))
     return runs, gradients, notes
-
-
-def _row_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    # What is no plain file (a pipe, a loop of links) would be waited for without end.
-    found = (file for file in path.rglob("*.jsonl") if _ROW_FILES.fullmatch(file.name))
-    return sorted(file for file in found if file.is_file())
 
 
 def _read_file(file: Path, make: Callable[[dict[str, Any]], _T], notes: list[str]) -> list[_T]:

@@ -16,8 +16,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from matplotlib.font_manager import FontProperties, get_font
-from matplotlib.font_manager import findfont as find_font
+from matplotlib.font_manager import findfont, get_font
 
 from dlmi.report.blocks import ASSETS
 from dlmi.text import visible
@@ -126,8 +125,7 @@ def draw_panels(
 
 def safe_text(text: str, inches: float = _WIDTH) -> str:
     """Text that a figure can show: no markup, no character that the font lacks, wrapped."""
-    font = find_font(FontProperties(family="DejaVu Sans"))  # as in assets/report.mplstyle
-    known = get_font(font).get_charmap()
+    known = get_font(findfont("DejaVu Sans")).get_charmap()  # as in assets/report.mplstyle
     shown = "".join(c if ord(c) in known else "?" for c in visible(text))
     if len(shown) > _LONGEST_TEXT:
         shown = f"{shown[: _LONGEST_TEXT // 2]}…{shown[1 - _LONGEST_TEXT // 2 :]}"

@@ -9,9 +9,8 @@ from functools import partial
 from dlmi.metrics import lcs_members
 from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, known, mean_over_targets, summarise
-from dlmi.report.loading import Group, ReportData, Series, best_point
+from dlmi.report.loading import Group, ReportData, Series
 from dlmi.report.names import form_name
-from dlmi.report.result_files import Budget
 from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
 _METHODS_PER_TABLE = 6
@@ -125,19 +124,17 @@ def round_trip_table(data: ReportData) -> ReportTable:
     """Whether prompts survive as text: the honest LCS, and that less what a prompt loses in it."""
     lines = []
     for group, series in data.each():
-        budget = group.budgets[-1]
-        measures: dict[tuple[str, str], Measure] = {
-            ("encode back", "s.e."): lambda row: float(row.round_trips),
-            ("LCS from ids", "s.e. from ids"): honest_lcs(budget),
-            ("LCS from text", "s.e. from text"): partial(_pasted_lcs, budget),
-        }
-        means = _means(series.rows, measures)
+        means = _means(series.rows, _round_trip_measures(honest_lcs(group.budgets[-1])))
         lines.append({**_place(group, series), "prompts": len(series.rows), **means})
     return ReportTable.of("round_trip", lines)
 
 
-def _pasted_lcs(budget: Budget, row: Inversion) -> float:
-    return best_point(row, budget).lcs - row.lcs + row.round_trip_lcs
+def _round_trip_measures(honest: Measure) -> dict[tuple[str, str], Measure]:
+    return {
+        ("encode back", "s.e."): lambda row: float(row.round_trips),
+        ("LCS from ids", "s.e. from ids"): honest,
+        ("LCS from text", "s.e. from text"): lambda r: honest(r) - r.lcs + r.round_trip_lcs,
+    }
 
 
 def prompt_table(data: ReportData) -> ReportTable:

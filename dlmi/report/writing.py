@@ -4,7 +4,6 @@ Nothing in a cell is taken for a command by whoever reads the file: Markdown, a 
 """
 
 import csv
-import dataclasses
 import io
 import re
 from collections.abc import Sequence
@@ -34,26 +33,24 @@ _TEXT_COMMANDS = {
     **{"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater"},
     **{"|": "bar", '"': "quotedbl", "`": "asciigrave", "'": "quotesingle"},
 }
-_ESCAPES = str.maketrans(
-    {
-        **{character: f"\\{character}" for character in "{}$&#%"},
-        # After a line's end the first two would be arguments of it; two hyphens would be a dash.
-        **{character: f"{{{character}}}" for character in "[*-"},
-        **{character: rf"\text{name}{{}}" for character, name in _TEXT_COMMANDS.items()},
-        "_": r"\_\allowbreak{}",
-        "⏎": r"$\hookleftarrow$",
-        "⇥": r"\texttt{\textbackslash{}t}",
-        "␍": r"\texttt{\textbackslash{}r}",
-        "␣": r"\textvisiblespace\allowbreak{}",
-        "±": r"$\pm$",
-        "τ": r"$\tau$",
-        "²": r"$^2$",
-        "–": "--",  # noqa: RUF001
-        "−": "$-$",  # noqa: RUF001
-        "·": r"$\cdot$",
-        "…": r"\ldots{}",
-    }
-)
+_ESCAPES: dict[str, str | int | None] = {
+    **{character: f"\\{character}" for character in "{}$&#%"},
+    # After a line's end the first two would be arguments of it; two hyphens would be a dash.
+    **{character: f"{{{character}}}" for character in "[*-"},
+    **{character: rf"\text{name}{{}}" for character, name in _TEXT_COMMANDS.items()},
+    "_": r"\_\allowbreak{}",
+    "⏎": r"$\hookleftarrow$",
+    "⇥": r"\texttt{\textbackslash{}t}",
+    "␍": r"\texttt{\textbackslash{}r}",
+    "␣": r"\textvisiblespace\allowbreak{}",
+    "±": r"$\pm$",
+    "τ": r"$\tau$",
+    "²": r"$^2$",
+    "–": "--",  # noqa: RUF001
+    "−": "$-$",  # noqa: RUF001
+    "·": r"$\cdot$",
+    "…": r"\ldots{}",
+}
 _BEYOND_FONTS = re.compile("[^\x00-\x7fªµºÀ-ÖØ-öø-ÿ]")
 
 _HEADER = """\
@@ -66,21 +63,18 @@ _HEADER = """\
 _FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
 
-def write_figures(folder: Path, drawings: Sequence[Figure]) -> list[Figure]:
-    """Each drawing as PNG, PDF and SVG, undated: the same data give the same files."""
+def write_figures(folder: Path, figures: Sequence[Figure]) -> None:
+    """Each as PNG, PDF and SVG, undated: the same data give the same files."""
     folder.mkdir(exist_ok=True)
-    figures = []
-    for drawing in drawings:
-        file = folder / drawing.name
-        with house_style(svg_salt=drawing.name):
-            picture = io.StringIO()
-            drawing.canvas.savefig(f"{file}.png", dpi=_DOTS_PER_INCH)
-            drawing.canvas.set_layout_engine("none")  # everything has its place by now
-            drawing.canvas.savefig(picture, format="svg", metadata={"Date": None})
-            drawing.canvas.savefig(f"{file}.pdf", metadata={"CreationDate": None})
-        write_file(Path(f"{file}.svg"), picture.getvalue())
-        figures.append(dataclasses.replace(drawing, svg=picture.getvalue()))
-    return figures
+    for figure in figures:
+        file, canvas, picture = folder / figure.name, figure.canvas, io.StringIO()
+        with house_style(svg_salt=figure.name):
+            canvas.savefig(f"{file}.png", dpi=_DOTS_PER_INCH)
+            canvas.set_layout_engine("none")  # everything has its place by now
+            canvas.savefig(picture, format="svg", metadata={"Date": None})
+            canvas.savefig(f"{file}.pdf", metadata={"CreationDate": None})
+        figure.svg = picture.getvalue()
+        write_file(Path(f"{file}.svg"), figure.svg)
 
 
 def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
@@ -98,9 +92,9 @@ def write_text(
     path: Path, data: ReportData, figures: Sequence[Figure], tables: Sequence[ReportTable]
 ) -> None:
     """`report.md`: what was measured, what was wrong, then every figure and table."""
-    blocks = {"data": data, "figures": figures, "tables": tables, "version": __version__}
     filters = {"md": markdown_text, "md_table": markdown_table}
-    write_file(path, render("report.md.j2", filters, **blocks))
+    values = {"data": data, "figures": figures, "tables": tables, "version": __version__}
+    write_file(path, render("report.md.j2", filters, **values))
 
 
 def markdown_table(table: ReportTable) -> str:
@@ -154,7 +148,7 @@ def escape_latex(text: str) -> str:
     >>> escape_latex("a_b & 50%") == r"a\_\allowbreak{}b \& 50\%"
     True
     """
-    shown = visible(text).translate(_ESCAPES)
+    shown = visible(text).translate(str.maketrans(_ESCAPES))
     return _BEYOND_FONTS.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", shown)
 
 
@@ -200,10 +194,10 @@ def latex_table(table: ReportTable) -> str:
 
 def _layout(table: ReportTable) -> str:
     """Numbers to the right, text to the left, long text in paragraphs of equal width."""
-    texts = [
-        [cell for cell in cells if isinstance(cell, str)] for cells in zip(*table.rows, strict=True)
+    wide = [
+        any(isinstance(cell, str) and len(cell) > _LONGEST_PLAIN_CELL for cell in column)
+        for column in zip(*table.rows, strict=True)
     ]
-    wide = [max(map(len, column), default=0) > _LONGEST_PLAIN_CELL for column in texts]
     width = 0.6 / max(1, sum(wide))
     paragraph = rf">{{\raggedright\arraybackslash}}p{{{width:.2f}\linewidth}}"
     kinds = [

@@ -22,9 +22,8 @@ from dlmi import DLMI, InputError, Inverter, TargetDataModule, read_rows
 from dlmi.gradient_rows import STATISTICS, read_gradient_rows
 from dlmi.gradients import GradientRow, Statistic, estimators
 from dlmi.report.blocks import ModelText, ReportTable, format_cell
-from dlmi.report.claims.rules import FIXED_HIGH, FIXED_LOW, LEARNED, REINFORCE, RULES
+from dlmi.report.claims.rules import FIXED_HIGH, FIXED_LOW, LEARNED, REINFORCE, RULES, GradientView
 from dlmi.report.claims.table import CLAIMS, Claim, claim_cases, claims_table, decide_on
-from dlmi.report.claims.views import GradientView
 from dlmi.report.estimates import (
     Estimate,
     by_target,

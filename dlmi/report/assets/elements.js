@@ -3,7 +3,7 @@
 // side tables, and one list per column. Nothing that a model said is ever parsed as markup: elements
 // are made one by one and filled with text.
 
-const data = JSON.parse(document.getElementById('data').textContent);
+const data = { targets: [], methods: [], ...JSON.parse(document.getElementById('data').textContent) };
 const columns = data.columns;
 const DASH = '–';
 

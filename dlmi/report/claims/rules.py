@@ -2,20 +2,25 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dlmi.report.claims.views import GradientView, Metric, MetricView, tau_of
+from dlmi.gradient_rows import GradientRow
+from dlmi.report.claims.views import Metric, MetricView, tau_of
 from dlmi.report.estimates import (
     Estimate,
     Measure,
     NamedEstimates,
     by_target,
     differences,
+    known,
     mean_gain,
     slope,
     unpaired,
 )
+from dlmi.report.gradient_sets import GradientSet
 from dlmi.report.loading import Series
 from dlmi.report.names import Role
 from dlmi.report.result_files import Budget
@@ -175,6 +180,39 @@ def _perplexity_is_huge(view: MetricView) -> NamedEstimates:
     return view.means(view.series, lambda row: log_perplexity(row) - bound, name)
 
 
+@dataclass(frozen=True)
+class GradientView:
+    """Gradient rows through a pair of columns.
+
+    The paper's are the largest variance and bias of a logit, which shrink with the gradient itself;
+    so claims are decided on columns that are free of scale, and the paper's stand beside them.
+    """
+
+    gradients: GradientSet
+    variance: str = "relative_variance"
+    bias: str = "bias_over_norm"
+
+    def decades(
+        self,
+        first: str,
+        second: str,
+        column: str,
+        summary: Callable[[list[float]], float] = statistics.fmean,
+    ) -> NamedEstimates:
+        """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
+
+        def logarithm(row: GradientRow) -> float:
+            value = known(getattr(row, column).value)
+            return math.log10(value) if value > 0 else math.nan
+
+        one, other = (
+            by_target([r for r in self.gradients.rows if r.estimator == label], logarithm, summary)
+            for label in (first, second)
+        )
+        if found := mean_gain(other, one):
+            yield f"log10 {column}, {first} over {second}", found
+
+
 @decides("10")
 def _reinforce_varies_most(view: GradientView) -> NamedEstimates:
     for other in (FIXED_LOW, FIXED_HIGH, *LEARNED):
@@ -207,11 +245,10 @@ def _range_is_smaller(view: GradientView) -> NamedEstimates:
             yield f"decades of {view.variance}, {high} - {low}", found
 
 
-def _forced_and_free(view: MetricView) -> Iterator[tuple[Series, Series]]:
+def _forced_and_free(view: MetricView) -> list[tuple[Series, Series]]:
     """DLMI and DLMI-TF of the same tau0."""
-    for free in view.find("DLMI-TF"):
-        for forced in view.find("DLMI", tau_of(free)):
-            yield forced, free
+    every = view.find("DLMI-TF")
+    return [(forced, free) for free in every for forced in view.find("DLMI", tau_of(free))]
 
 
 def _gain(metric: Metric, first: Budget, last: Budget) -> Measure:

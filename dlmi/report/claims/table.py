@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from dlmi.report.blocks import ASSETS, Cell, ReportTable, block_texts
-from dlmi.report.claims.rules import RULES
-from dlmi.report.claims.views import GradientView, MetricView, held_to, role_of
+from dlmi.report.claims.rules import RULES, GradientView
+from dlmi.report.claims.views import MetricView, held_to, role_of
 from dlmi.report.estimates import MIN_TARGETS, Estimate, as_in_code_lcs, current_lcs, honest_lcs
 from dlmi.report.loading import Group, ReportData
 

@@ -4,23 +4,10 @@ Which of the paper's methods a series is follows from its settings, never from i
 """
 
 import itertools
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dlmi.gradient_rows import GradientRow
-from dlmi.report.estimates import (
-    Measure,
-    NamedEstimates,
-    by_target,
-    differences,
-    estimate,
-    known,
-    mean_gain,
-    mean_over_targets,
-)
-from dlmi.report.gradient_sets import GradientSet
+from dlmi.report.estimates import Measure, NamedEstimates, differences, estimate, mean_over_targets
 from dlmi.report.loading import Group, Series
 from dlmi.report.names import Role, paper_role, restrictions, settings_text
 from dlmi.report.result_files import Budget
@@ -85,39 +72,6 @@ class MetricView:
             gaps = differences(one.rows, other.rows, measure or self.measure).values()
             if one is not other and (found := estimate(gaps)):
                 yield f"{one.label} - {other.label} at {self.place}", found
-
-
-@dataclass(frozen=True)
-class GradientView:
-    """Gradient rows through a pair of columns.
-
-    The paper's are the largest variance and bias of a logit, which shrink with the gradient itself;
-    so claims are decided on columns that are free of scale, and the paper's stand beside them.
-    """
-
-    gradients: GradientSet
-    variance: str = "relative_variance"
-    bias: str = "bias_over_norm"
-
-    def decades(
-        self,
-        first: str,
-        second: str,
-        column: str,
-        summary: Callable[[list[float]], float] = statistics.fmean,
-    ) -> NamedEstimates:
-        """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
-
-        def logarithm(row: GradientRow) -> float:
-            value = known(getattr(row, column).value)
-            return math.log10(value) if value > 0 else math.nan
-
-        one, other = (
-            by_target([r for r in self.gradients.rows if r.estimator == label], logarithm, summary)
-            for label in (first, second)
-        )
-        if found := mean_gain(other, one):
-            yield f"log10 {column}, {first} over {second}", found
 
 
 def held_to(series: Series) -> str:
