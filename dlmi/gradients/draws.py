@@ -53,7 +53,7 @@ class DrawSlot(Slot):
             tokens=slot.tokens,
             params=_leaves(slot, method),
             length=slot.length,
-            rng=torch.Generator(device=slot.rng.device),
+            rng=torch.Generator(),
             step=slot.step,
             progress=slot.progress,
             key=slot.key,

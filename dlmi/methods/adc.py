@@ -61,8 +61,8 @@ def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) ->
     larger = 0
     if share > 0:
         larger = min(length, max(round(share * length), _MINIMUM_LARGER_ROWS))
-    counts = torch.full((length,), floor, device=generator.device)
-    chosen = torch.randperm(length, generator=generator, device=generator.device)[:larger]
+    counts = torch.full((length,), floor)
+    chosen = torch.randperm(length, generator=generator)[:larger]
     counts[chosen] += 1
     return counts.clamp_min(1)
 
@@ -116,8 +116,7 @@ class ADC(Relaxation[ADCState]):
 
     def init(self, slot: Slot) -> ADCState:
         """The softmax of N(0, 1)."""
-        rows = slot.params["Z"]
-        slot.tokens.bar_(rows.normal_(generator=slot.rng))
+        rows = slot.tokens.bar_(slot.draw_normal_("Z"))
         rows.copy_(torch.softmax(rows, dim=-1))
         first = ADCState(slot.tokens.ids(rows[0].argmax(-1)))
         logits = self.soft_prompt(slot, first).logits
@@ -172,7 +171,7 @@ class ADC(Relaxation[ADCState]):
             # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
             sparsity = min(2.0 ** min(count, 64.0), rows.shape[-1])
             counts = sparsity_counts(sparsity, slot.length, slot.rng)
-            rows.copy_(keep_largest(rows, counts))
+            rows.copy_(keep_largest(rows, counts.to(rows.device)))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
         """The best discrete prompt so far; before the first step, the first restart's."""

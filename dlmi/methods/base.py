@@ -127,7 +127,7 @@ class Relaxation(Method[State]):
 
     def init(self, slot: Slot) -> State:
         """Fill the slot's tensors for a new target, in place: Z from N(0, 1)."""
-        slot.tokens.bar_(slot.params["Z"].normal_(generator=slot.rng))
+        slot.tokens.bar_(slot.draw_normal_("Z"))
         state: State = None if self.state_type is None else self.state_type()  # type: ignore[assignment]
         return state
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
@@ -97,9 +98,9 @@ class DLMI(Relaxation[None]):
             return
         phi = slot.params["Phi"].zero_()
         if self.phi_init == "normal":
-            phi.normal_(generator=slot.rng)
+            slot.draw_normal_("Phi")
         elif self.phi_init == "uniform":
-            phi.uniform_(generator=slot.rng)
+            phi.copy_(torch.rand(phi.shape, generator=slot.rng, dtype=phi.dtype))
 
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
         """S samples of the rows of Z."""

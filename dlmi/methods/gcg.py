@@ -149,8 +149,7 @@ def swapped(
     Returns:
         (C, N).
     """
-    device = rng.device
-    order = torch.rand(width, len(ids), generator=rng, device=device).argsort(-1)
-    positions = order[:, :n_replace].cpu()  # (C, n_replace), distinct in each row
-    picks = torch.randint(likely_ids.shape[1], positions.shape, generator=rng, device=device)
-    return ids.repeat(width, 1).scatter_(1, positions, likely_ids[positions, picks.cpu()])
+    order = torch.rand(width, len(ids), generator=rng).argsort(-1)
+    positions = order[:, :n_replace]  # (C, n_replace), distinct in each row
+    picks = torch.randint(likely_ids.shape[1], positions.shape, generator=rng)
+    return ids.repeat(width, 1).scatter_(1, positions, likely_ids[positions, picks])

@@ -27,7 +27,9 @@ class Slot:
     tokens: TargetTokens  # what the target's prompt may hold
     params: Mapping[str, nn.Parameter]  # Z and Phi, this slot's own
     length: int  # tokens of the prompt, N
-    rng: torch.Generator  # random numbers, seeded from the run's seed and the target's id alone
+    # Random numbers, of the CPU: the same on every device, and a run can go on on another one.
+    # Seeded from the run's seed and the target's id alone.
+    rng: torch.Generator
     step: int = 0  # steps taken
     progress: float = 0.0  # share of the budget that is used
     can_narrow: bool = True  # whether a search may read the end of a prompt alone
@@ -72,6 +74,13 @@ class Slot:
         wanted = [token_id for example in self.examples for token_id in example.ids]
         said: list[int] = output_ids.tolist()
         return said == wanted
+
+    def draw_normal_(self, name: str, std: float = 1.0) -> nn.Parameter:
+        """Fill one of its tensors from N(0, std), in place."""
+        tensor = self.params[name]
+        drawn = torch.empty(tensor.shape, dtype=tensor.dtype).normal_(std=std, generator=self.rng)
+        tensor.copy_(drawn)
+        return tensor
 
     def forget_moments(self) -> None:
         """Let the optimiser start anew on the slot's tensors, as for a new target."""

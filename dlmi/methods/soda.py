@@ -133,7 +133,7 @@ class SODA(Relaxation[None]):
 
     @torch.no_grad()
     def _restart(self, slot: Slot) -> None:
-        slot.tokens.bar_(slot.params["Z"].normal_(std=0.1, generator=slot.rng))
+        slot.tokens.bar_(slot.draw_normal_("Z", std=0.1))
         slot.forget_moments()
 
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:

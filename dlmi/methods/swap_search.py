@@ -248,9 +248,9 @@ class SwapSearch(Search[SwapState]):
     def _kicked(self, slot: Slot, state: SwapState) -> Tensor:
         """The prompt with a few tokens changed at random, (1, N)."""
         count = max(1, round(_KICKED_SHARE * slot.length))
-        order = torch.rand(slot.length, generator=slot.rng, device=slot.rng.device).argsort()
+        order = torch.rand(slot.length, generator=slot.rng).argsort()
         ids = state.at.ids.clone()
-        ids[order[:count].cpu()] = slot.tokens.random_ids(1, count, slot.rng)[0].cpu()
+        ids[order[:count]] = slot.tokens.random_ids(1, count, slot.rng)[0].cpu()
         return slot.tokens.repaired(ids[None])
 
     def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ def draw_swaps(
     """
     rows, places = (swaps != NO_SWAP).nonzero(as_tuple=True)
     # The smallest of exponential draws, each with a mean of its rarity.
-    draws = torch.empty(len(rows), device=generator.device).exponential_(generator=generator)
-    chosen = (draws.to(rarity.device) * rarity[rows]).argsort()[:count]
+    draws = torch.empty(len(rows)).exponential_(generator=generator)
+    chosen = (draws * rarity[rows]).argsort()[:count]
     rows, places = rows[chosen], places[chosen]
     tokens = swaps[rows, places]
     swaps[rows, places] = NO_SWAP

@@ -91,7 +91,7 @@ class Resume:
         with _broken_is_input_error():
             for name in _NAMES:
                 setattr(slot, name, msgspec.convert(saved[name], _TYPES[name]))
-            slot.rng.set_state(saved["rng"].cpu())
+            slot.rng.set_state(saved["rng"])
             slot.state = method.restore(saved["state"])
             by_id = {example.id: example for example in slot.target.examples}
             slot.trained_on = tuple(by_id[example_id] for example_id in saved["trained_on"])

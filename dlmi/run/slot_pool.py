@@ -83,7 +83,7 @@ class SlotPool:
             tokens=self.vocabulary.for_target(target, key),
             params=params,
             length=self.budget.prompt_length,
-            rng=torch.Generator(device=self.engine.lm.device).manual_seed(key),
+            rng=torch.Generator().manual_seed(key),
             can_narrow=self.can_narrow,
             must_confirm=self.engine.has_copy,
             index=index,

@@ -46,7 +46,7 @@ def echo_prompts(tokens: TargetTokens, length: int, count: int, rng: torch.Gener
     near_ids = tokens.ids(cosines.topk(min(_NEIGHBOURS, usable), dim=-1).indices)  # (M, R)
     copies = math.ceil(length / len(near_ids))
     shape = (count, copies, len(near_ids))
-    uniform = torch.rand(shape, generator=rng, device=rng.device).to(near_ids.device)
+    uniform = torch.rand(shape, generator=rng).to(near_ids.device)
     ranks = (uniform.log() / math.log(_NEXT_NEIGHBOUR)).clamp(max=near_ids.shape[1] - 1).long()
     ranks[0] = 0
     positions = torch.arange(len(near_ids), device=near_ids.device).expand(shape)

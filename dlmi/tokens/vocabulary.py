@@ -173,7 +173,7 @@ class TargetTokens:
     def random_ids(self, count: int, length: int, rng: torch.Generator) -> Tensor:
         """Prompts of tokens drawn alike from all that are allowed, (C, N)."""
         allowed = self.allowed_columns
-        picks = torch.randint(len(allowed), (count, length), generator=rng, device=rng.device)
+        picks = torch.randint(len(allowed), (count, length), generator=rng)
         return self.ids(allowed[picks.to(allowed.device)])
 
     def round_trips(self, ids: Sequence[int]) -> bool:

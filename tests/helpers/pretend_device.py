@@ -5,6 +5,7 @@ that no tensor or generator of another device has come along, as a GPU would ref
 changes torch for good, so it belongs into a process of its own.
 """
 
+import collections
 import ctypes
 from typing import Any
 
@@ -27,6 +28,13 @@ _WITH_SCALARS = {
     *("_foreach_div", "_foreach_div_", "_foreach_mul", "_foreach_mul_", "_foreach_add"),
     "_foreach_add_",
 }
+
+
+# Ops whose result has to be known on the host before it can go on.
+_WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
+
+# How often the host has waited for the device (`to_host`), and has sent it something (`to_device`).
+transfers: collections.Counter[str] = collections.Counter()
 
 
 class DeviceMismatch(RuntimeError):
@@ -125,6 +133,22 @@ def _check_devices(op, known, args, kwargs):
     raise DeviceMismatch(f"Expected all tensors to be on one device, but got {NAME} and cpu ({op})")
 
 
+def _count(known, args, kwargs):
+    """Count what a GPU would wait for, and what would be copied to it."""
+    if known.name in ("_copy_from", "_to_copy"):
+        to = args[1].device if known.name == "_copy_from" else kwargs.get("device")
+        is_there = to is not None and torch.device(to).type == NAME
+        if _is_pretend(args[0]) and to is not None and not is_there:
+            transfers["to_host"] += 1
+        elif is_there and not _is_pretend(args[0]):
+            transfers["to_device"] += 1
+    elif known.name in _WAITING:
+        transfers["to_host"] += 1
+    elif known.name in _INDEXING:
+        masks = [x for x in args[1] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        transfers["to_host"] += len(masks)
+
+
 def _as_tensor(number, others):
     """A number that stood for a 0-dim tensor."""
     floats = [x.dtype for x in others if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -141,6 +165,7 @@ def _run(op, *args, **kwargs):
         return op.redispatch(_CPU_KEY, *args, **kwargs)
     with torch._C._AutoDispatchBelowAutograd():
         _check_devices(op, known, args, kwargs)
+        _count(known, args, kwargs)
         if known.name == "_fused_sdp_choice":
             return 0  # attention op by op
         if known.name == "_copy_from":
