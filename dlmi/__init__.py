@@ -22,7 +22,10 @@ if TYPE_CHECKING:  # for readers of types only: at run time `__getattr__` import
     from dlmi.targets.target import Target as Target
     from dlmi.tokens.vocabulary import Vocabulary as Vocabulary
 
-_METHODS = ("ADC", "DLMI", "GBDA", "GCG", "PEZ", "REINFORCE", "SODA", "Refined", "SwapSearch")
+_METHODS = (
+    *("ADC", "ARCA", "AutoPrompt", "DLMI", "GBDA", "GCG", "MAC", "PEZ", "PGD"),
+    *("REINFORCE", "RandomSearch", "Refined", "SODA", "SwapSearch"),
+)
 _HOME = {
     **dict.fromkeys(_METHODS, "dlmi.methods"),
     **dict.fromkeys(("Inversion", "read_rows"), "dlmi.rows"),

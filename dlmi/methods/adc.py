@@ -82,7 +82,8 @@ class ADC(Relaxation[ADCState]):
 
     Args:
         restarts: Starts optimised side by side for each target.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
+            (log mean exp of the tokens' cross-entropies: the worst token counts most).
         lr: SGD's learning rate.
         momentum: SGD's momentum.
         ema_rate: Weight of the newest count of wrong tokens in the sparsity.

@@ -39,7 +39,8 @@ class GBDA(Relaxation[None]):
             one-hot rows with the gradient of `straight_through`, `gumbel_rao` or `reinmax`.
         rao_draws: Conditional draws per sample of `gumbel_rao`, K.
         teacher_forcing: Feed the target's own prefix; else run freely.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
+            (log mean exp of the tokens' cross-entropies: the worst token counts most).
         lr: Adam's learning rate.
     """
 

@@ -6,8 +6,8 @@ r"""GCG: greedy coordinate gradient, a discrete search that the gradient only gu
 
 Zou et al. 2023, with the defaults of nanoGCG. B holds `search_width` copies of x, each with
 `n_replace` random positions changed to a random member of that position's top k. Every step costs
-`search_width` forward passes, so compare it by token passes, not by steps. Z holds x as one-hot
-rows; there is no relaxation, and the prompt that is measured is the one that was optimised.
+`search_width` forward passes, so compare it by token passes, not by steps. There is no relaxation:
+the prompt that is measured is the one that was optimised.
 
 `buffer_size` says what a step may lose: 0 takes the best candidate even if it is worse (the
 original rule), 1 keeps x unless a candidate is better, more starts from that many prompts.
@@ -35,6 +35,7 @@ class GCGState:
     """What is kept between steps."""
 
     prompt_ids: Tensor  # x, (N,)
+    carried: Tensor | None = None  # gradients of the steps so far, where they have momentum, (N, d)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class GCG(Search[GCGState]):
             unless a candidate is better; more: the same, from the best of that many random starts.
         first_prompt: The token "x" over and over (`x`, if it may be used), or `random` tokens.
         filter_ids: Drop candidates whose text does not encode to the same tokens again.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax) or `hinge`.
+        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
+            (log mean exp of the tokens' cross-entropies: the worst token counts most).
     """
 
     search_width: int = 512
@@ -102,14 +104,15 @@ class GCG(Search[GCGState]):
     def step(self, slot: Slot, state: GCGState) -> Steps[tuple[Step, GCGState]]:
         """The gradient at x proposes swaps; the best of them is the next x."""
         x = state.prompt_ids
-        now = yield Pass(x[None], slot.examples, self.loss, swaps=Swaps(slot.tokens, self.topk))
+        now = yield Pass(x[None], slot.examples, self.loss, swaps=self._swaps(slot, state))
         assert now.swap_ids is not None  # (N, topk)
+        kept = GCGState(x, now.carried)
         ids = self._surviving(
             slot, swapped(x, now.swap_ids, self.search_width, self.n_replace, slot.rng)
         )
         step = Step(now.losses[0], now.output_ids[0])
         if len(ids) == 0:
-            return step, state
+            return step, kept
         tried = yield Pass(ids, slot.examples, self.loss, like_ids=x)
         best = ids[int(tried.losses.argmin())]
         loss, output_ids, rival = tried.losses.min(), tried.output_ids[tried.losses.argmin()], now
@@ -118,9 +121,13 @@ class GCG(Search[GCGState]):
             rival = yield Pass(both, slot.examples, self.loss, like_ids=x, is_measured=True)
             loss, output_ids = rival.losses[1], rival.output_ids[1]
         if self.buffer_size > 0 and loss >= rival.losses[0]:
-            return step, state
+            return step, kept
         found_ids = best if slot.is_wanted(output_ids) else None
-        return Step(step.loss, step.output_ids, found_ids=found_ids), GCGState(best)
+        return Step(step.loss, step.output_ids, found_ids=found_ids), GCGState(best, now.carried)
+
+    def _swaps(self, slot: Slot, state: GCGState) -> Swaps:
+        """What is asked of the gradient at x."""
+        return Swaps(slot.tokens, self.topk)
 
     def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:
         """The candidates that round-trip; if none does, and none must, all."""

@@ -86,7 +86,7 @@ class SODA(Relaxation[None]):
 
     Args:
         tau: Temperature of the softmax.
-        loss: `margin` (SODA's own), `cross_entropy` or `hinge`.
+        loss: `margin` (SODA's own), `cross_entropy`, `hinge` or `mellowmax`.
         lr: Learning rate.
         betas: Decay of Adam's moments.
         adam_eps: Adam's epsilon.

@@ -141,7 +141,8 @@ class Engine:
     def _keeps_prompt(self, asked: Pass) -> bool:
         """Whether the keys and values of a prompt are kept from the pass for its gradient."""
         is_plain = self.pass_lm.precision.dtype is None  # no autocast
-        return asked.swaps is not None and self.lm.can_pack and is_plain
+        is_single = asked.swaps is not None and asked.count == 1
+        return is_single and self.lm.can_pack and is_plain
 
     # ---- reading
 
@@ -167,7 +168,8 @@ class Engine:
         """What passes must have in common to be rows of one batch."""
         next_tau = None if asked.next_token is None else asked.next_token.tau
         scale = asked.norm_gradient_scale if asked.has_gradient else 1.0
-        way = asked.has_gradient, asked.swaps is not None, self._is_measured(asked)
+        keeps = self._keeps_prompt(asked)
+        way = asked.has_gradient, asked.swaps is not None, keeps, self._is_measured(asked)
         return asked.loss, asked.teacher_forcing, next_tau, scale, way
 
     def _read(self, passes: Sequence[Pass]) -> list[Scores]:
@@ -204,8 +206,13 @@ class Engine:
         means = [own.view(p.count, -1).mean(1) for p, own in zip(passes, parts, strict=True)]
         parts = torch.split(said, [p.count * p.target_length for p in passes])
         outputs = [own.view(p.count, -1) for p, own in zip(passes, parts, strict=True)]
-        swaps = self._swaps(passes, prompts, means)
-        return [Scores(*one) for one in zip(means, outputs, swaps, strict=True)]
+        found = self._swaps(passes, prompts, means)
+        return [
+            Scores(own_means, own_outputs, swap_ids, carried)
+            for own_means, own_outputs, (swap_ids, carried) in zip(
+                means, outputs, found, strict=True
+            )
+        ]
 
     def _prompts(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Prompts as the LM reads them, (C, N, d); with a penalty, products with its matrix."""
@@ -273,13 +280,17 @@ class Engine:
 
     def _swaps(
         self, passes: Sequence[Pass], prompts: Sequence[Tensor], losses: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """The tokens of steepest descent, from one product with the matrix, (N, K) each."""
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The tokens of steepest descent, from one product with the matrix, and what is carried."""
         wanted = [swaps for asked in passes if (swaps := asked.swaps) is not None]
         if not wanted:
-            return [None] * len(passes)
+            return [(None, None)] * len(passes)
         by_embeds = torch.autograd.grad(torch.cat(list(losses)).sum(), list(prompts))
-        rows = torch.cat([gradient[0] for gradient in by_embeds])  # (B * N, d)
+        gradients = [gradient.mean(0) for gradient in by_embeds]  # (N, d) each
+        for gradient, swaps in zip(gradients, wanted, strict=True):
+            if swaps.carried is not None:
+                gradient += swaps.momentum * swaps.carried.to(gradient.device)
+        rows = torch.cat(gradients)  # (B * N, d)
         promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
         lengths = [asked.length for asked in passes]
         barred, first = [], 0
@@ -294,7 +305,10 @@ class Engine:
         most = min(max(swaps.count for swaps in wanted), promises.shape[1])
         gains, columns = promises.topk(most, dim=-1)
         swap_ids = wanted[0].tokens.ids(columns).masked_fill(gains.isneginf(), NO_SWAP)
-        return list(torch.split(swap_ids, lengths))
+        carried = [
+            own if swaps.momentum else None for own, swaps in zip(gradients, wanted, strict=True)
+        ]
+        return list(zip(torch.split(swap_ids, lengths), carried, strict=True))
 
 
 def _whole_ids(prompt: Tensor | SoftPrompt | None, example: Example) -> tuple[int, ...]:
@@ -317,7 +331,7 @@ def _brought_to_host(scores: Sequence[Scores]) -> list[Scores]:
     is_moved = [not one.losses.requires_grad or one.swap_ids is not None for one in scores]
     held: list[Tensor] = []
     for one, yes in zip(scores, is_moved, strict=True):
-        parts = (one.losses.detach(), one.output_ids, one.swap_ids)
+        parts = (one.losses.detach(), one.output_ids, one.swap_ids, one.carried)
         held += [part for part in parts if part is not None] if yes else []
     if held and held[0].device.type != "cpu":
         # Ids are exact in float32: there are fewer than 2**24 of them.
@@ -325,7 +339,10 @@ def _brought_to_host(scores: Sequence[Scores]) -> list[Scores]:
         cuts = torch.split(flat, [part.numel() for part in held])
         held = [new.view(old.shape).to(old.dtype) for new, old in zip(cuts, held, strict=True)]
     back = iter(held)
-    return [
-        Scores(next(back), next(back), None if one.swap_ids is None else next(back)) if yes else one
-        for one, yes in zip(scores, is_moved, strict=True)
-    ]
+
+    def moved(one: Scores) -> Scores:
+        losses, output_ids = next(back), next(back)
+        swap_ids = None if one.swap_ids is None else next(back)
+        return Scores(losses, output_ids, swap_ids, None if one.carried is None else next(back))
+
+    return [moved(one) if yes else one for one, yes in zip(scores, is_moved, strict=True)]

@@ -62,6 +62,8 @@ class Swaps:
     tokens: TargetTokens  # what the prompt may hold
     count: int  # how many are wanted at each position, K
     barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
+    momentum: float = 0.0  # share of `carried` that is added to the gradient; 0: none is given back
+    carried: Tensor | None = None  # what the step before was given back, (N, d)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ class Pass:
     teacher_forcing: bool = True  # feed the target's own prefix; else run freely
     # In a free run, what is read next; default: the greedy token
     next_token: RelaxedNextToken | None = None
-    # Of one discrete prompt, ask which tokens the gradient would put into it
+    # Ask which tokens the gradient, averaged over discrete prompts, would put into them
     swaps: Swaps | None = None
     # Weight of each target token in the loss, (M,); default: all the same
     token_weights: Tensor | None = None
@@ -119,6 +121,8 @@ class Scores:
     # Where it was asked for, the tokens that lower the loss most, to first order, at each position,
     # (N, K); `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
+    # Where swaps have momentum, the gradient with what was carried, (N, d)
+    carried: Tensor | None = None
 
 
 Steps = Generator[Pass, Scores, T]

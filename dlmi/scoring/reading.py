@@ -16,7 +16,7 @@ from dlmi.lm.frozen_lm import FrozenLM, NextEmbeds
 from dlmi.lm.prefix import Layers
 from dlmi.scoring.batch import Batch
 from dlmi.scoring.fluency import Fluency, reading_states
-from dlmi.scoring.losses import LossName, token_losses
+from dlmi.scoring.losses import LossName, row_losses, token_losses
 from dlmi.scoring.prefixes import PrefixStore
 
 _HALF_SCALE = 2.0**12  # lifts gradients above the smallest float16 on their way through the LM
@@ -86,9 +86,7 @@ class Reading:
         if self.weights is not None:
             weights = self.weights[targets].to(per_token)
         index = self.batch.row_of_target[targets] - rows.start
-        both = torch.stack([per_token * weights, weights], dim=1)
-        sums = both.new_zeros(rows.stop - rows.start, 2).index_add(0, index, both)
-        losses = sums[:, 0] / sums[:, 1]
+        losses = row_losses(self.loss, per_token, weights, index, rows.stop - rows.start)
         if self.fluency is not None and readouts is not None:
             losses = losses + self.fluency.penalty(self._prompt_states(seen, rows), readouts)
         return losses, logits.detach().argmax(-1)

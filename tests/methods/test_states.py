@@ -7,9 +7,24 @@ import pytest
 import torch
 
 import dlmi.methods
-from dlmi.methods import ADC, GCG, REINFORCE, Refined, SwapSearch
+from dlmi.methods import (
+    ADC,
+    ARCA,
+    GCG,
+    MAC,
+    PGD,
+    REINFORCE,
+    AutoPrompt,
+    RandomSearch,
+    Refined,
+    SwapSearch,
+)
 from dlmi.methods.adc import ADCState
+from dlmi.methods.arca import ARCAState
+from dlmi.methods.autoprompt import AutoPromptState
 from dlmi.methods.gcg import GCGState
+from dlmi.methods.pgd import PGDState
+from dlmi.methods.random_search import RandomSearchState
 from dlmi.methods.refined import RefinedState
 from dlmi.methods.reinforce import REINFORCEState
 from dlmi.methods.states import from_plain, to_plain
@@ -32,6 +47,11 @@ FULL = SwapState(
 EVALUATION = Evaluation(3, (4, 5), (6, 7), 0.5, 1.25, -0.5, None, 0.25, False, ((1,), (2, 3)))
 STATES = {
     "gcg": (GCG(), GCGState(IDS)),
+    "mac": (MAC(), GCGState(IDS, torch.tensor([[0.5, -1.0]]))),
+    "autoprompt": (AutoPrompt(), AutoPromptState(IDS)),
+    "arca": (ARCA(), ARCAState(IDS, IDS + 1, 1.5)),
+    "random search": (RandomSearch(), RandomSearchState(IDS, 0.5, 1.5)),
+    "pgd": (PGD(), PGDState(IDS, 1.5, 3, torch.ones(2, 3), torch.zeros(2, 3))),
     "reinforce before its first step": (REINFORCE(), REINFORCEState()),
     "reinforce": (REINFORCE(), REINFORCEState(torch.tensor(2.5, dtype=torch.float64))),
     "adc before its first step": (ADC(), ADCState(IDS)),

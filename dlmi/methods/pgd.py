@@ -1,0 +1,184 @@
+r"""PGD: projected gradient descent on the simplex, with an entropy projection that hardens rows.
+
+.. math::
+    h_i = z_i E, \quad z_i \in \Delta^V, \quad
+    z \leftarrow \Pi_{entropy}( \Pi_{\Delta}( z - \eta \, Adam(clip(\nabla_z d(f(h), y))) ) )
+
+Geisler et al. 2024, "Attacking Large Language Models with Projected Gradient Descent". Each row
+moves by Adam and is then projected onto the simplex. Where its Gini index is too large, it is
+pushed away from the centre of the simplex: its squared distance from there is at least a share of
+that of a vertex, which grows from 0 to `entropy_factor`. In every step the argmax prompt is scored;
+when it has not become better for a while, the rows go back to those of the best.
+
+The learning rate is constant at first and then falls along a cosine, over and over. Slots share an
+optimiser but not their steps, so a slot goes back some of the way that the optimiser went.
+
+Axes: N prompt tokens, V tokens a prompt may hold.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlmi.errors import check_at_least_one, check_between, check_positive
+from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.methods.base import Defaults, Relaxation, Step
+from dlmi.methods.slot import Slot
+from dlmi.scoring.losses import LossName
+from dlmi.scoring.passes import Pass, Steps
+
+_CONSTANT_STEPS = 100  # before the learning rate begins to fall
+_COSINE_STEPS = 60  # from its largest to its smallest value
+_SMALLEST_RATE = 0.325  # that value, as a share of the largest
+
+
+def onto_simplex(rows: Tensor) -> Tensor:
+    """The nearest point of the simplex for each row, (..., V); entries of -inf become 0.
+
+    >>> onto_simplex(torch.tensor([0.5, 1.0, -1.0]))
+    tensor([0.2500, 0.7500, 0.0000])
+    """
+    descending = rows.sort(dim=-1, descending=True).values
+    ranks = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
+    offsets = (descending.cumsum(-1) - 1) / ranks
+    count = (descending > offsets).sum(-1, keepdim=True)  # of positive entries
+    return (rows - offsets.gather(-1, count - 1)).relu()
+
+
+def harden(rows: Tensor, share: float) -> Tensor:
+    """Push rows of the simplex, (..., V), away from its centre where they are too near.
+
+    Args:
+        rows: On the simplex.
+        share: Of the squared distance between the centre of a row's non-zero entries and a vertex,
+            the row's own squared distance is at least this. 0 changes nothing, 1 leaves vertices.
+
+    >>> harden(torch.tensor([0.5, 0.3, 0.2]), 0.4)
+    tensor([0.7317, 0.2537, 0.0146])
+    """
+    is_used = rows > 0
+    count = is_used.sum(-1, keepdim=True).to(rows.dtype)
+    away = torch.where(is_used, rows - 1 / count, 0)
+    distance = torch.linalg.vector_norm(away, dim=-1, keepdim=True)
+    radius = (share * (1 - 1 / count)).sqrt()
+    pushed = torch.where(
+        is_used, rows + away * (radius / distance.clamp_min(1e-12) - 1), -torch.inf
+    )
+    return torch.where(distance < radius, onto_simplex(pushed), rows)
+
+
+@dataclass
+class PGDState:
+    """What is kept between steps."""
+
+    best_ids: Tensor  # the discrete prompt of lowest loss, (N,)
+    best_loss: float = float("inf")  # its loss
+    waited: int = 0  # steps since it was found
+    best_rows: Tensor | None = None  # the rows whose argmax it was, (N, V)
+    before: Tensor | None = None  # the rows that the optimiser started from, (N, V)
+
+
+@dataclass(frozen=True)
+class PGD(Relaxation[PGDState]):
+    """Projected gradient descent on the simplex.
+
+    Args:
+        loss: `cross_entropy`, `margin`, `hinge` or `mellowmax`.
+        lr: Adam's learning rate.
+        clip: Largest norm of the gradient of a position.
+        entropy_factor: How hard rows are in the end: 0 leaves them alone, 1 makes them one-hot.
+        entropy_steps: Steps until then.
+        patience: Steps without a better discrete prompt before the rows go back to the best's.
+    """
+
+    loss: LossName = "cross_entropy"
+    lr: float = 0.11
+    clip: float = 20.0
+    entropy_factor: float = 0.4
+    entropy_steps: int = 250
+    patience: int = 100
+
+    state_type = PGDState
+    reads_embeddings = True
+
+    def __post_init__(self) -> None:
+        """Refuse settings that make no sense."""
+        check_positive("model.method", lr=self.lr, clip=self.clip)
+        check_between("model.method", 0, 1, entropy_factor=self.entropy_factor)
+        check_at_least_one("model.method", entropy_steps=self.entropy_steps, patience=self.patience)
+
+    def defaults(self) -> Defaults:
+        """As published."""
+        return Defaults(steps=5000)
+
+    def init(self, slot: Slot) -> PGDState:
+        """Rows drawn alike from the whole simplex."""
+        rows = slot.params["Z"]
+        drawn = torch.empty(rows.shape, dtype=rows.dtype).exponential_(generator=slot.rng)
+        rows.copy_(drawn)
+        rows[:, slot.tokens.barred_columns.to(rows.device)] = 0
+        rows.div_(rows.sum(-1, keepdim=True))
+        return PGDState(slot.tokens.argmax_ids(rows))
+
+    def step(self, slot: Slot, state: PGDState) -> Steps[tuple[Step, PGDState]]:
+        """Project what the optimiser has moved, score the argmax, and descend on the rows."""
+        rows = slot.params["Z"]
+        self._project(slot, state)
+        prompt_ids = slot.tokens.argmax_ids(rows)
+        discrete = yield Pass(prompt_ids[None], slot.examples)
+        is_exact = slot.is_wanted(discrete.output_ids[0])
+        loss = float(discrete.losses[0])
+        # Losses on different examples cannot be compared: then the latest is the best.
+        if is_exact or slot.target.is_shared or loss < state.best_loss:
+            state = PGDState(prompt_ids, loss, 0, rows.detach().clone())
+        else:
+            state = PGDState(state.best_ids, state.best_loss, state.waited + 1, state.best_rows)
+        if state.waited >= self.patience and state.best_rows is not None:
+            with torch.no_grad():
+                rows.copy_(state.best_rows)
+            slot.forget_moments()
+            state.waited = 0
+        state.before = rows.detach().clone()
+        clipped = rows.view_as(rows)
+        clipped.register_hook(self._clipped)  # type: ignore[no-untyped-call]
+        matrix = slot.tokens.vocabulary.matrix.to(rows.dtype)
+        relaxed = yield Pass((clipped @ matrix)[None], slot.examples, self.loss)
+        found_ids = prompt_ids if is_exact else None
+        return Step(relaxed.losses[0], relaxed.output_ids[0], found_ids=found_ids), state
+
+    @torch.no_grad()
+    def _project(self, slot: Slot, state: PGDState) -> None:
+        """Shorten the optimiser's step, then put the rows back onto the simplex."""
+        rows = slot.params["Z"]
+        if state.before is None:  # nothing has moved yet
+            return
+        before = state.before.to(rows.device)
+        rows.copy_(before + self._rate(slot.step - 1) * (rows - before))
+        on_simplex = onto_simplex(slot.tokens.bar_(rows))
+        share = self.entropy_factor * min(1.0, slot.step / self.entropy_steps)
+        rows.copy_(harden(on_simplex, share))
+
+    @staticmethod
+    def _rate(step: int) -> float:
+        """The learning rate of a step, as a share of the largest."""
+        if step < _CONSTANT_STEPS:
+            return 1.0
+        phase = (step - _CONSTANT_STEPS) % _COSINE_STEPS / _COSINE_STEPS
+        return _SMALLEST_RATE + (1 - _SMALLEST_RATE) * (1 + math.cos(math.pi * phase)) / 2
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+        return gradient * (self.clip / norms.clamp_min(self.clip))
+
+    def prompt_ids(self, slot: Slot, state: PGDState) -> Tensor:
+        """The best discrete prompt so far."""
+        return state.best_ids
+
+    @torch.no_grad()
+    def soft_prompt(self, slot: Slot, state: PGDState) -> SoftPrompt:
+        """The rows as distributions."""
+        rows = slot.params["Z"]
+        logits = slot.tokens.bar_(rows.clamp_min(torch.finfo(rows.dtype).tiny).log())
+        return SoftPrompt(logits, rows.new_ones(slot.length))

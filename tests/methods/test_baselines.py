@@ -1,0 +1,329 @@
+"""RandomSearch, MAC, AutoPrompt, ARCA and PGD against what they are by definition."""
+
+import math
+
+import pytest
+import torch
+from helpers.lm_calls import counted_calls
+from helpers.slots import begin, drive, open_slot, random_ids
+
+from dlmi import InputError
+from dlmi.methods import ARCA, MAC, PGD, AutoPrompt, RandomSearch
+from dlmi.methods.arca import ARCAState
+from dlmi.methods.autoprompt import AutoPromptState
+from dlmi.methods.gcg import GCGState
+from dlmi.methods.pgd import harden, onto_simplex
+from dlmi.methods.random_search import RandomSearchState
+from dlmi.scoring.engine import Engine
+from dlmi.scoring.losses import row_losses
+from dlmi.scoring.passes import NO_SWAP, Pass, Scores, Swaps, advance
+from dlmi.targets.target import Target
+from dlmi.tokens.vocabulary import Vocabulary
+
+TARGET = Target.single("t", (5, 9, 11, 7), "")
+X = torch.tensor([15, 16, 17, 18])
+
+
+@pytest.fixture
+def vocabulary(tiny):
+    return Vocabulary(tiny)
+
+
+def loss_gradients(lm, ids):
+    """The gradient of the target's cross-entropy with respect to embeddings, (N, d), by hand."""
+    embeds = lm.embed(ids).double().requires_grad_()
+    wanted = torch.tensor(TARGET.ids)
+    whole = torch.cat([embeds, lm.embed(wanted[:-1]).double()]).to(lm.dtype)[None]
+    logits = lm.model(inputs_embeds=whole).logits[0, len(ids) - 1 :]
+    loss = torch.nn.functional.cross_entropy(logits, wanted)
+    return torch.autograd.grad(loss, embeds)[0]
+
+
+# ---- momentum and averages of gradients
+
+
+def test_what_is_carried_is_the_gradient_and_a_share_of_what_was_before(tiny, vocabulary):
+    engine, slot = Engine(vocabulary), open_slot(vocabulary, TARGET, 4)
+    carried, expected = None, torch.zeros(())
+    for seed in range(3):
+        ids = random_ids(tiny, 4, seed=seed)
+        swaps = Swaps(slot.tokens, 6, momentum=0.7, carried=carried)
+        [scores] = engine([Pass(ids[None], slot.examples, swaps=swaps)])
+        carried = scores.carried
+        expected = 0.7 * expected + loss_gradients(tiny, ids)
+        torch.testing.assert_close(carried.double(), expected, rtol=1e-4, atol=1e-6)
+        promises = -(expected.to(vocabulary.matrix.dtype) @ vocabulary.matrix.T)
+        best = vocabulary.ids(promises.topk(6, dim=-1).indices)
+        assert scores.swap_ids.sort(-1).values.tolist() == best.sort(-1).values.tolist()
+
+
+def test_no_gradient_leaves_the_engine_without_momentum(vocabulary):
+    slot = open_slot(vocabulary, TARGET, 4)
+    [scores] = Engine(vocabulary)([Pass(X[None], slot.examples, swaps=Swaps(slot.tokens, 3))])
+    assert scores.carried is None
+
+
+def test_swaps_of_several_prompts_follow_their_mean_gradient(tiny, vocabulary):
+    """Beside a pass for one prompt, which is read in another way."""
+    engine, slot = Engine(vocabulary), open_slot(vocabulary, TARGET, 4)
+    ids = random_ids(tiny, 5, 4, seed=3)
+    swaps = Swaps(slot.tokens, 4)
+    asked = [Pass(ids, slot.examples, swaps=swaps), Pass(ids[:1], slot.examples, swaps=swaps)]
+    many, single = engine(asked)
+    gradients = torch.stack([loss_gradients(tiny, own) for own in ids])
+    for scores, gradient in ((many, gradients.mean(0)), (single, gradients[0])):
+        promises = -(gradient.to(vocabulary.matrix.dtype) @ vocabulary.matrix.T)
+        best = vocabulary.ids(promises.topk(4, dim=-1).indices)
+        assert scores.swap_ids.sort(-1).values.tolist() == best.sort(-1).values.tolist()
+    assert many.losses.shape == (5,)
+    assert many.losses[0] == pytest.approx(float(single.losses[0]), rel=1e-5)
+
+
+def test_mac_hands_on_what_it_was_given_also_where_it_stays(vocabulary):
+    method = MAC(search_width=2, topk=2, filter_ids=False, momentum=0.9)
+    slot = open_slot(vocabulary, TARGET, 4)
+    before, after = torch.ones(4, 8), torch.full((4, 8), 2.0)
+    steps = method.step(slot, GCGState(X, before))
+    asked = next(steps)
+    assert asked.swaps.carried is before
+    assert asked.swaps.momentum == 0.9
+    steps.send(Scores(torch.ones(1), torch.zeros(1, 4).long(), X.repeat(2, 1).T, after))
+    with pytest.raises(StopIteration) as end:
+        steps.send(Scores(torch.full((2,), 3.0), torch.zeros(2, 4).long()))
+    _, state = end.value.value
+    assert torch.equal(state.prompt_ids, X)
+    assert state.carried is after
+
+
+# ---- ARCA and AutoPrompt
+
+
+def test_arca_sweeps_over_positions_and_reads_what_is_fixed_once(vocabulary):
+    method, slot = ARCA(num_candidates=3), open_slot(vocabulary, TARGET, 4)
+    state = ARCAState(X, X)
+    for slot.step in range(6):
+        position = slot.step % 4
+        steps = method.step(slot, state)
+        asked = next(steps)
+        assert asked.prompts.shape == (3, 4 - position)
+        assert (asked.prompts[:, 1:] == state.prompt_ids[position + 1 :]).all()
+        [example] = asked.examples
+        assert example.context.ids(asked.prompts[0].tolist())[:position] == tuple(
+            state.prompt_ids[:position].tolist()
+        )
+        swap_ids = torch.tensor([20, 21, NO_SWAP]).repeat(4 - position, 1)
+        asked = steps.send(Scores(torch.ones(3), torch.zeros(3, 4).long(), swap_ids))
+        assert asked.prompts[:, 0].tolist() == [20, 21]
+        losses = torch.tensor([5.0, 4.0 - slot.step]) if slot.step < 3 else torch.tensor([7.0, 8.0])
+        with pytest.raises(StopIteration) as end:
+            steps.send(Scores(losses, torch.zeros(2, 4).long()))
+        step, state = end.value.value
+        assert int(state.prompt_ids[position]) == (21 if slot.step < 3 else 20)
+        assert step.loss == losses.min()
+    assert state.best_loss == 2.0  # of step 2; later ones were taken though they were worse
+    assert state.best_ids.tolist() == [21, 21, 21, 18]
+    assert state.prompt_ids.tolist() == [20, 20, 21, 20]
+    assert method.prompt_ids(slot, state).tolist() == [21, 21, 21, 18]
+
+
+def test_a_step_of_arca_costs_what_the_lm_reads(tiny, vocabulary):
+    method, slot = ARCA(num_candidates=3), open_slot(vocabulary, TARGET, 4)
+    engine = Engine(vocabulary)
+    begin(method, slot, engine)
+    for slot.step in range(5):
+        account = slot.account(math.inf)
+        with counted_calls(tiny) as calls:
+            [outcome] = advance([method.step(slot, slot.state)], engine, [account])
+        _, slot.state = outcome.value
+        position = slot.step % 4
+        rows = 4 - position + len(TARGET.ids) - 1
+        assert account.cost.backward == 3 * rows
+        assert account.cost.forward == sum(calls.tokens)
+
+
+@pytest.mark.parametrize(("losses", "moves"), [([3.0, 1.5], True), ([3.0, 2.0], False)])
+def test_autoprompt_tries_one_position_and_moves_only_if_that_is_better(vocabulary, losses, moves):
+    method, slot = AutoPrompt(topk=2), open_slot(vocabulary, TARGET, 4)
+    steps = method.step(slot, AutoPromptState(X))
+    asked = next(steps)
+    [[position, own_id]] = asked.swaps.barred.tolist()
+    assert own_id == X[position]
+    swap_ids = torch.tensor([20, 21]).repeat(4, 1)
+    asked = steps.send(Scores(torch.tensor([2.0]), torch.zeros(1, 4).long(), swap_ids))
+    assert asked.prompts[:, position].tolist() == [20, 21]
+    assert ((asked.prompts != X).sum(-1) == 1).all()
+    with pytest.raises(StopIteration) as end:
+        steps.send(Scores(torch.tensor(losses), torch.zeros(2, 4).long()))
+    step, state = end.value.value
+    assert torch.equal(state.prompt_ids, asked.prompts[1] if moves else X)
+    assert step.loss == 2.0
+
+
+# ---- RandomSearch
+
+
+def random_search_step(vocabulary, state, outputs, losses):
+    method = RandomSearch(width=len(outputs) - (state.lcs < 0))
+    steps = method.step(open_slot(vocabulary, TARGET, 4), state)
+    asked = next(steps)
+    assert not asked.teacher_forcing
+    assert not asked.has_gradient
+    with pytest.raises(StopIteration) as end:
+        steps.send(Scores(torch.tensor(losses), torch.tensor(outputs)))
+    return asked.prompts, *end.value.value
+
+
+def test_random_search_keeps_the_longest_subsequence_then_the_likeliest(vocabulary):
+    outputs = [[0, 0, 0, 0], [5, 0, 11, 0], [9, 11, 0, 0], [5, 0, 0, 0]]
+    ids, step, state = random_search_step(
+        vocabulary, RandomSearchState(X), outputs, [0.1, 3.0, 2.0, 0.5]
+    )
+    assert torch.equal(ids[0], X)  # which has not been decoded before
+    assert torch.equal(state.prompt_ids, ids[2])
+    assert (state.lcs, state.loss, float(step.loss)) == (0.5, 2.0, 2.0)
+    ids, step, kept = random_search_step(
+        vocabulary, state, [[5, 9, 0, 0], [5, 0, 0, 0]], [2.5, 0.1]
+    )
+    assert ids.shape == (2, 4)
+    assert kept is state
+    assert step.found_ids is None
+    ids, step, state = random_search_step(vocabulary, state, [list(TARGET.ids)], [9.0])
+    assert torch.equal(step.found_ids, ids[0])
+    assert torch.equal(state.prompt_ids, ids[0])
+
+
+def test_random_search_finds_what_enumeration_finds(tiny, tmp_path):
+    """Of a vocabulary of three tokens and prompts of two, all are seen soon."""
+    path = tmp_path / "tokens.txt"
+    path.write_text("w1\nw2\nw3\n")
+    vocabulary = Vocabulary(tiny, [str(path)])
+    prompts = torch.cartesian_prod(vocabulary.token_ids, vocabulary.token_ids)
+    said = tiny.greedy(prompts, 4)
+    target = Target.single("t", tuple(said[5].tolist()), "")
+    engine, slot = Engine(vocabulary), open_slot(vocabulary, target, 2)
+    method = RandomSearch(width=16)
+    begin(method, slot, engine)
+    for _ in range(6):
+        _, slot.state = drive(method.step(slot, slot.state), lambda asked: engine([asked])[0])
+    assert slot.state.lcs == 1.0
+    assert tiny.greedy(slot.state.prompt_ids[None], 4)[0].tolist() == list(target.ids)
+
+
+# ---- PGD
+
+
+def nearest_by_bisection(row):
+    """The projection onto the simplex from its optimality condition: sum(max(row - t, 0)) = 1."""
+    low, high = min(row) - 1, max(row)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(max(value - middle, 0) for value in row) > 1:
+            low = middle
+        else:
+            high = middle
+    return [max(value - low, 0) for value in row]
+
+
+def test_projection_onto_the_simplex():
+    rows = torch.randn(20, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    nearest = [nearest_by_bisection(row) for row in rows.tolist()]
+    expected = torch.tensor(nearest, dtype=torch.float64)
+    torch.testing.assert_close(onto_simplex(rows), expected, rtol=0, atol=1e-12)
+    rows[:, 2] = -torch.inf
+    barred = onto_simplex(rows)
+    assert (barred[:, 2] == 0).all()
+    torch.testing.assert_close(barred.sum(-1), torch.ones(20, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_hardened_rows_lie_on_the_simplex_and_far_enough_from_its_centre(share):
+    """In the face of their non-zero entries; a row that was far enough stays as it is."""
+    rng = torch.Generator().manual_seed(1)
+    rows = onto_simplex(torch.randn(50, 7, dtype=torch.float64, generator=rng))
+    hard = harden(rows, share)
+    torch.testing.assert_close(hard.sum(-1), torch.ones(50, dtype=torch.float64))
+    assert (hard >= 0).all()
+    assert (hard[rows == 0] == 0).all()
+    count = (rows > 0).sum(-1).double()
+    squared = hard.square().sum(-1) - 1 / count
+    was_near = rows.square().sum(-1) - 1 / count < share * (1 - 1 / count) - 1e-12
+    inside = was_near & ((hard > 0).sum(-1) == count)
+    torch.testing.assert_close(squared[inside], (share * (1 - 1 / count))[inside])
+    assert torch.equal(hard[~was_near], rows[~was_near])
+    assert torch.equal(hard.argmax(-1), rows.argmax(-1))
+
+
+def test_pgd_goes_back_to_the_best_when_nothing_helps(vocabulary):
+    method = PGD(patience=2)
+    slot = open_slot(vocabulary, TARGET, 4, method)
+    resets = []
+    slot.reset_moments = lambda: resets.append(slot.step)
+    with torch.no_grad():
+        state = method.init(slot)
+    rows = slot.params["Z"]
+    torch.testing.assert_close(rows.sum(-1), torch.ones(4, dtype=torch.float64))
+    seen = []
+    for slot.step, loss in enumerate([3.0, 4.0, 5.0]):
+        losses = iter([torch.tensor([loss]), None])
+
+        def answer(asked, losses=losses):
+            given = next(losses)
+            if given is None:
+                given = asked.prompts.sum((-1, -2)) * 1000
+            return Scores(given, torch.zeros(1, 4).long())
+
+        step, state = drive(method.step(slot, state), answer)
+        seen.append(rows.detach().clone())
+        [gradient] = torch.autograd.grad(step.loss, rows)
+        norms = torch.linalg.vector_norm(gradient, dim=-1)
+        torch.testing.assert_close(norms, torch.full((4,), 20.0, dtype=torch.float64))  # clipped
+        with torch.no_grad():
+            rows -= 0.01 * torch.randn(4, len(vocabulary), dtype=torch.float64)
+    assert resets == [2]
+    assert not torch.equal(seen[1], seen[0])
+    assert torch.equal(seen[2], seen[0])
+    assert state.best_loss == 3.0
+
+
+def test_rate_of_pgd_is_constant_and_then_a_cosine():
+    rates = [PGD._rate(step) for step in (0, 99, 100, 130, 159, 160)]
+    assert rates[:3] == [1, 1, 1]
+    assert rates[3] == pytest.approx((1 + 0.325) / 2)
+    assert 0.325 < rates[4] < 0.33
+    assert rates[5] == 1
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (MAC, {"momentum": 0.0}),
+        (MAC, {"momentum": 1.0}),
+        (MAC, {"topk": 0}),
+        (AutoPrompt, {"topk": 0}),
+        (ARCA, {"num_candidates": 0}),
+        (RandomSearch, {"width": 0}),
+        (PGD, {"entropy_factor": 1.5}),
+        (PGD, {"clip": 0.0}),
+        (PGD, {"patience": 0}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(kind, options):
+    [name] = options
+    with pytest.raises(InputError, match=name):
+        kind(**options)
+
+
+def test_mellowmax_is_log_mean_exp_and_does_not_overflow():
+    losses = torch.tensor([1.0, 2.0, 400.0, 399.0, 0.5], requires_grad=True)
+    rows = torch.tensor([0, 0, 1, 1, 2])
+    weights = torch.tensor([1.0, 3.0, 1.0, 1.0, 2.0])
+    found = row_losses("mellowmax", losses, weights, rows, 3)
+    first = math.log((math.e + 3 * math.e**2) / 4)
+    second = 400 + math.log((1 + math.exp(-1)) / 2)
+    torch.testing.assert_close(found, torch.tensor([first, second, 0.5]))
+    [gradient] = torch.autograd.grad(found.sum(), losses)
+    torch.testing.assert_close(gradient[:2].sum(), torch.tensor(1.0))
+    assert gradient[2] / gradient[3] == pytest.approx(math.e, rel=1e-4)
