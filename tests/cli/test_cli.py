@@ -222,13 +222,13 @@ def bad_inputs():
             [*model, "--data.btch_size", "1"],
             ["`data.btch_size`", "Did you mean `data.batch_size`?", "--help"],
         ),
-        "unknown_method": ([method, "Nope"], ["`model.method`", "got Nope", "one of ADC, DLMI"]),
+        "unknown_method": ([method, "Nope"], ["`model.method`", "got Nope", "one of ADC, ARCA"]),
         "unknown_first": (
             [method, "Refined", f"{method}.first", "Nope"],
-            ["`model.method.first`", "got Nope", "one of ADC, DLMI"],
+            ["`model.method.first`", "got Nope", "one of ADC, ARCA"],
         ),
         "unknown_source": ([*model, "--data.targets", "Nope"], ["`data.targets`", "ByRank, File"]),
-        "no_method": ([], ["`model.method`", "one of ADC, DLMI"]),
+        "no_method": ([], ["`model.method`", "one of ADC, ARCA"]),
         "no_config": (["--config", "nope.yaml"], ["nope.yaml"]),
         "wrong_type": (
             [*model, "--model.steps", "few"],

@@ -344,7 +344,7 @@ def test_an_unknown_method_is_told_in_one_line(grid, capsys):
     Path("unknown.yaml").write_text("model: {method: {class_path: Magic}}\n")
     settings = grid(methods={"X": {"config": str(Path("unknown.yaml").absolute())}})
     assert run("compare", "--config", write(settings)) == 2
-    assert "Expected `model.method` to be one of ADC, DLMI" in capsys.readouterr().err
+    assert "Expected `model.method` to be one of ADC, ARCA" in capsys.readouterr().err
 
 
 def test_no_config_is_told_in_one_line(capsys):
