@@ -96,7 +96,7 @@ def test_every_shipped_yaml_fits_for_two_steps(name, model_folder, tmp_path, cap
     else:
         flags += ["--data.targets", "ByRank", "--data.targets.k", "[1,3]"]
         flags += ["--data.targets.per_k", "1", "--data.targets.length", "4"]
-    if name in ("gcg.yaml", "templates/hint.yaml"):
+    if name in ("gcg.yaml", "mac.yaml", "templates/hint.yaml"):
         flags += ["--model.method.topk", "8", "--model.method.search_width", "8"]
     assert run("fit", *base, "--config", CONFIGS / name, *flags) == 0
     rows = read_rows(tmp_path / "lightning_logs" / "version_0")

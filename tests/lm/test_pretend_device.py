@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 import torch
 from helpers import pretend_device
-from helpers.methods import make_inverter
+from helpers.methods import METHODS, make_inverter
 from lightning.pytorch import Trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -74,7 +74,7 @@ def assert_close(found, expected):
         assert found == expected
 
 
-@pytest.mark.parametrize("name", ["dlmi", "gcg", "swap_search_window", "soda_refined"])
+@pytest.mark.parametrize("name", METHODS)
 def test_rows_are_those_of_the_cpu(name, model_folder, elsewhere):
     found = elsewhere(invert, str(model_folder()), name, True)
     assert [row["device"] for row in found] == [pretend_device.NAME] * 2
