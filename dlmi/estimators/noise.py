@@ -35,10 +35,11 @@ SIGN_MASK = 0x7FFFFFFF
 UNIT = float(np.nextafter(np.float32(2.0**-31), np.float32(0)))
 
 
-def row_keys(
-    seed: int, samples: range, positions: range, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Two words for each row, (S*N, 1) int32 each: the mask `a` and the odd multiplier `m`."""
+def row_keys(seed: int, samples: range, positions: range) -> Tensor:
+    """Two words for each row, (2, S*N, 1) int32: the mask `a` and the odd multiplier `m`.
+
+    They are made on the CPU, so that those of many rows go to a device in one copy.
+    """
     sample = np.arange(samples.start, samples.stop, dtype=np.uint64)
     position = np.arange(positions.start, positions.stop, dtype=np.uint64)
     counter = ((sample << np.uint64(32))[:, None] | position).flatten()
@@ -47,10 +48,7 @@ def row_keys(
         key = _mix64(start + counter)
     mask = (key >> np.uint64(32)).astype(np.uint32)
     multiplier = (key & np.uint64(_WORD)).astype(np.uint32) | np.uint32(1)
-    mask_words, multiplier_words = (
-        torch.from_numpy(words.view(np.int32))[:, None].to(device) for words in (mask, multiplier)
-    )
-    return mask_words, multiplier_words
+    return torch.from_numpy(np.stack([mask, multiplier]).view(np.int32))[:, :, None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,9 +107,9 @@ def gumbel_noise(
 ) -> Tensor:
     """Independent Gumbel(0, 1) draws of a seed, (S, N, V), all at once."""
     samples, positions, columns = shape
-    mask, multiplier = row_keys(
-        seed, range(samples), range(first_position, first_position + positions), device
-    )
+    last_position = first_position + positions
+    keys = row_keys(seed, range(samples), range(first_position, last_position))
+    mask, multiplier = keys.to(device)
     out = torch.empty(samples * positions, columns, dtype=dtype, device=device)
     scratch = (torch.empty_like(out, dtype=torch.int32), torch.empty_like(out, dtype=torch.int32))
     minus_gumbel_(out, column_words(columns, device), mask, multiplier, scratch)

@@ -71,7 +71,7 @@ class ARCA(Search[ARCAState]):
         x, position = state.prompt_ids, slot.step % slot.length
         first = position if slot.can_narrow else 0  # where the LM begins to read
         examples = self._examples(slot, x, first)
-        random_ids = slot.tokens.random_ids(1, self.num_candidates, slot.rng)[0].cpu()
+        random_ids = slot.tokens.random_ids(1, self.num_candidates, slot.rng)[0]
         asked = Pass(
             swapped_at(x, position, random_ids)[:, first:],
             examples,

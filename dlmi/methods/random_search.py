@@ -59,7 +59,7 @@ class RandomSearch(Search[RandomSearchState]):
 
     def step(self, slot: Slot, state: RandomSearchState) -> Steps[tuple[Step, RandomSearchState]]:
         """Decode some prompts."""
-        ids = slot.tokens.repaired(slot.tokens.random_ids(self.width, slot.length, slot.rng).cpu())
+        ids = slot.tokens.repaired(slot.tokens.random_ids(self.width, slot.length, slot.rng))
         must_read_again = state.lcs < 0 or slot.target.is_shared
         if must_read_again:
             ids = torch.cat([state.prompt_ids[None], ids])

@@ -250,7 +250,7 @@ class SwapSearch(Search[SwapState]):
         count = max(1, round(_KICKED_SHARE * slot.length))
         order = torch.rand(slot.length, generator=slot.rng).argsort()
         ids = state.at.ids.clone()
-        ids[order[:count]] = slot.tokens.random_ids(1, count, slot.rng)[0].cpu()
+        ids[order[:count]] = slot.tokens.random_ids(1, count, slot.rng)[0]
         return slot.tokens.repaired(ids[None])
 
     def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:

@@ -266,13 +266,15 @@ class Inverter(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
         total = torch.zeros((), device=self.device, requires_grad=True)  # of no slot in particular
-        values = []
+        values: dict[torch.device, list[Tensor]] = {}  # a search has them on the CPU
         for step in self._pool.step():
-            values.append((step.loss if step.value is None else step.value).detach().to(total))
+            value = (step.loss if step.value is None else step.value).detach()
+            values.setdefault(value.device, []).append(value.to(total.dtype))
             if step.loss.requires_grad:
                 total = total + step.loss.to(total)
         if values:
-            self.log("train/loss", torch.stack(values).mean(), batch_size=1)
+            found = torch.cat([torch.stack(own).to(total) for own in values.values()])
+            self.log("train/loss", found.mean(), batch_size=1)
         return total
 
     def on_after_backward(self) -> None:

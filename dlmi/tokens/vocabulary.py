@@ -146,8 +146,12 @@ class TargetTokens:
         return is_allowed.nonzero()[:, 0]
 
     @functools.cached_property
+    def _allowed_ids_on_host(self) -> Tensor:
+        return self.ids(self.allowed_columns).cpu()
+
+    @functools.cached_property
     def _allowed_ids(self) -> frozenset[int]:
-        return frozenset(self.ids(self.allowed_columns).tolist())
+        return frozenset(self._allowed_ids_on_host.tolist())
 
     def ids(self, columns: Tensor) -> Tensor:
         """Columns to token ids, of any shape."""
@@ -171,10 +175,9 @@ class TargetTokens:
         return self.repaired(self.ids(logits.argmax(-1))[None], logits)[0]
 
     def random_ids(self, count: int, length: int, rng: torch.Generator) -> Tensor:
-        """Prompts of tokens drawn alike from all that are allowed, (C, N)."""
-        allowed = self.allowed_columns
-        picks = torch.randint(len(allowed), (count, length), generator=rng)
-        return self.ids(allowed[picks.to(allowed.device)])
+        """Prompts of tokens drawn alike from all that are allowed, (C, N), on the CPU."""
+        allowed_ids = self._allowed_ids_on_host
+        return allowed_ids[torch.randint(len(allowed_ids), (count, length), generator=rng)]
 
     def round_trips(self, ids: Sequence[int]) -> bool:
         """Whether the text of a prompt, in its context, encodes to the same ids again."""

@@ -122,10 +122,10 @@ def row_groups(
         keys = None
         if seeds is not None:
             words = [
-                row_keys(seeds[p.slot], range(p.first, p.last), range(positions), tau.device)
-                for p in parts
+                row_keys(seeds[p.slot], range(p.first, p.last), range(positions)) for p in parts
             ]
-            keys = (torch.cat([mask for mask, _ in words]), torch.cat([m for _, m in words]))
+            mask, multiplier = torch.cat(words, dim=1).to(tau.device)
+            keys = (mask, multiplier)
         span = slice(start, start + len(inverse_tau))
         yield RowGroup(logits, parts, span, inverse_tau[:, None], keys)
         start = span.stop
