@@ -205,7 +205,7 @@ def _curve_panel(
         every = max(1, len(xs) // _MARKS)
         # Markers of different methods at different places, lest they cover each other.
         marks = (place * every // 3 % every, every)
-        axes.plot(xs, means, **style.line, drawstyle=drawstyle, markevery=marks)
+        axes.plot(xs, means, **style.line, drawstyle=drawstyle, markevery=marks, clip_on=False)
         if errors.any():
             band: dict[str, Any] = {"color": style.line["color"], "alpha": 0.16, "linewidth": 0}
             axes.fill_between(xs, means - errors, means + errors, **band, step=cast(Any, step))
