@@ -106,8 +106,7 @@ class Cell:
     def run(self, tick: Callable[[], None]) -> str | None:
         """Run it to its end, or on from where it was; the error that ended it, if one did.
 
-        Args:
-            tick: Called a few times a second.
+        `tick` is called a few times a second.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         failure, overrides = self.folder / FAILURE_FILE, self.folder / "cell.yaml"

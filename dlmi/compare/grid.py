@@ -101,10 +101,7 @@ class Grid:
 def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
     """All cells, the first seed's first, so that an unfinished comparison compares something.
 
-    Args:
-        grid: The comparison.
-        beside: Folder that the methods' configuration files are relative to.
-        plan_fit: Reads the configuration of a cell.
+    The methods' configuration files are relative to `beside`; `plan_fit` reads them.
 
     Raises:
         InputError: For a grid that cannot run, before any of it does.

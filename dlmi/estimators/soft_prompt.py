@@ -43,13 +43,9 @@ class SoftPrompt:
 
 
 def soft_embeds(prompts: Sequence[SoftPrompt], matrix: Tensor) -> list[Tensor]:
-    """Embeddings of the samples of several soft prompts, (S, N, d) each.
+    """Embeddings of the samples of several soft prompts, (S, N, d) each, by a matrix, (V, d).
 
-    Prompts that are drawn in the same way share one product with the embedding matrix.
-
-    Args:
-        prompts: What to embed.
-        matrix: What each token embeds to, (V, d).
+    Prompts that are drawn in the same way share one product with the matrix.
     """
     alike: dict[object, list[int]] = {}
     for i, prompt in enumerate(prompts):

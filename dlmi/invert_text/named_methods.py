@@ -31,9 +31,7 @@ def named_method(
 ) -> tuple[Method[Any], int | None]:
     """A method by its name, and after how many steps to decode; a method itself is kept as it is.
 
-    Args:
-        method: A name, or the method itself.
-        options: What to change of a method that is named.
+    The options are what to change of a method that is named.
     """
     if isinstance(method, Method):
         if options:

@@ -52,12 +52,7 @@ def pass_copy(lm: FrozenLM, asked: PassDType | None) -> FrozenLM:
 
 
 def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
-    """The dtype that an LM's prompts are searched in.
-
-    Args:
-        lm: The LM.
-        asked: A dtype, or `auto` for the fastest; None for the LM's own.
-    """
+    """The dtype that prompts are searched in: the one asked for, the fastest, or the LM's own."""
     if asked is None or not _can_copy(lm):
         return lm.dtype
     if asked != "auto":

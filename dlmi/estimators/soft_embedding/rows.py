@@ -107,11 +107,8 @@ def row_groups(
 ) -> Iterator[RowGroup]:
     """All rows, by slot, sample and position, in groups of about a thousand.
 
-    Args:
-        logits: Z of each slot, B tensors (N, V).
-        tau: (B, N).
-        seeds: A noise seed for each slot, or None.
-        num_samples: S.
+    The logits are B tensors (N, V), tau is (B, N); without a noise seed for each slot there is no
+    noise.
     """
     positions = tau.shape[1]
     start = 0
