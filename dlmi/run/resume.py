@@ -23,16 +23,8 @@ from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
 # Attributes of a slot that a checkpoint holds under their own names, each of its declared type.
 _NAMES = (
     *("step", "seconds", "cost", "known", "known_measured", "best", "last", "trace"),
-    *(
-        "loss",
-        "output_ids",
-        "found_ids",
-        "reasoned_ids",
-        "reasoning",
-        "diagnostics",
-        "is_spent",
-        "failure",
-    ),
+    *("loss", "output_ids", "found_ids", "reasoned_ids", "reasoning", "diagnostics"),
+    *("is_spent", "failure"),
 )
 _TYPES = get_type_hints(Slot)
 
