@@ -23,6 +23,7 @@ from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
 from dlmi.methods.base import Method
 from dlmi.rows import Inversion
+from dlmi.run.budget import NO_STEP_LIMIT
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
@@ -35,7 +36,6 @@ from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 
 AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
-_NO_STEP_LIMIT = 10**9
 _MOST_COPIES = 3  # of the text, as a trivial prompt
 _log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
                 inverter = Inverter(
                     asked,
                     prompt_length=length,
-                    steps=_NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                    steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
                     eval_every=eval_every,
                     prompt_bos=prompt_bos,
                     allowed_tokens=allowed_tokens,
