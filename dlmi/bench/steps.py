@@ -59,11 +59,7 @@ class StepTimes:
 
 
 def time_steps(
-    lm: FrozenLM,
-    textbook: TextbookProcess,
-    shape: tuple[int, int, int],
-    repeats: int,
-    flops: float,
+    lm: FrozenLM, textbook: TextbookProcess, shape: tuple[int, int, int], repeats: int, flops: float
 ) -> StepTimes:
     """Time the three, in turn, at a shape (N, M, S); `flops` is that of a matrix product."""
     length, target_length, samples = shape

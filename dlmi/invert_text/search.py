@@ -113,11 +113,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
-    for name, value in {
-        "prompt_length": prompt_length,
-        "steps": steps,
-        "restarts": restarts,
-    }.items():
+    counts = {"prompt_length": prompt_length, "steps": steps, "restarts": restarts}
+    for name, value in counts.items():
         if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
             raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
     if seconds is not None and not seconds > 0:

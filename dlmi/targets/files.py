@@ -33,10 +33,7 @@ def texts_to_targets(
 
 
 def read_targets(
-    lm: FrozenLM,
-    path: Path,
-    template: Template | None = None,
-    setting: str = "data.targets.path",
+    lm: FrozenLM, path: Path, template: Template | None = None, setting: str = "data.targets.path"
 ) -> list[Target]:
     """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line.
 
