@@ -57,10 +57,10 @@ def is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_at_least_one(section: str, **values: int) -> None:
-    """Raise `InputError` for the first value below 1; `section` is `model` or `data`."""
+def check_at_least_one(section: str, **values: int | None) -> None:
+    """Raise `InputError` for the first value below 1; None is one that was not given."""
     for name, value in values.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"Expected `{section}.{name}` to be at least 1, but got {value}.")
 
 

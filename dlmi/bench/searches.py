@@ -36,14 +36,7 @@ class SearchTimes:
 def time_search(
     lm: FrozenLM, targets_ids: Sequence[Sequence[int]], length: int, repeats: int
 ) -> SearchTimes:
-    """Time the steps of a search.
-
-    Args:
-        lm: The model.
-        targets_ids: What is searched for, a target in each slot.
-        length: N.
-        repeats: Timed steps.
-    """
+    """Time some steps of a search for prompts of N tokens, with a target in each slot."""
     slots, steps = len(targets_ids), _WARM_UP + repeats
     targets = [Target.single(f"bench {i}", tuple(ids), "") for i, ids in enumerate(targets_ids)]
     clock = StepClock(lm.device, _WARM_UP)

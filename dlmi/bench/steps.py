@@ -59,21 +59,9 @@ class StepTimes:
 
 
 def time_steps(
-    lm: FrozenLM,
-    textbook: TextbookProcess,
-    shape: tuple[int, int, int],
-    repeats: int,
-    flops: float,
+    lm: FrozenLM, textbook: TextbookProcess, shape: tuple[int, int, int], repeats: int, flops: float
 ) -> StepTimes:
-    """Time the three, in turn.
-
-    Args:
-        lm: The model.
-        textbook: With the same model.
-        shape: N, M, S.
-        repeats: Timed steps of each.
-        flops: Measured speed of a matrix product.
-    """
+    """Time the three, in turn, at a shape (N, M, S); `flops` is that of a matrix product."""
     length, target_length, samples = shape
     target_ids = random_ids(lm, 1, target_length)
     floor = Floor(lm, length, samples, target_ids)
@@ -113,14 +101,7 @@ def time_steps(
 
 
 class Floor:
-    """What a step cannot do without.
-
-    Args:
-        lm: The model.
-        length: N.
-        samples: S.
-        target_ids: (1, M).
-    """
+    """What a step with S samples of N tokens, and a target (1, M), cannot do without."""
 
     def __init__(self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor) -> None:
         self.lm = lm

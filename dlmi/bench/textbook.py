@@ -21,15 +21,7 @@ from dlmi.lm.placement import DType
 
 
 class Textbook:
-    """DLMI as one would write it down, with nothing held back.
-
-    Args:
-        lm: The model.
-        length: N.
-        samples: S.
-        target_ids: (1, M).
-        tau0: Scale of the temperature.
-    """
+    """DLMI as one would write it down: S samples of N tokens for a target (1, M)."""
 
     def __init__(
         self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor, tau0: float = 100.0
@@ -63,11 +55,7 @@ class Textbook:
 class TextbookProcess:
     """A child process that makes a textbook step when it is asked to.
 
-    Args:
-        lm: As in `load_lm`.
-        dtype: As in `load_lm`.
-        device: Where it runs.
-        threads: Of PyTorch.
+    It loads the LM itself, as `load_lm` does, and runs it on so many threads.
     """
 
     def __init__(self, lm: str, dtype: DType, device: torch.device, threads: int) -> None:

@@ -32,31 +32,18 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a comparison.
+    """One run of a comparison."""
 
-    Attributes:
-        folder: Its own, an ordinary run folder; its name is the cell's.
-        place: Which run of the grid it is, but for the seed.
-        label: The method's name in the grid.
-        axis: What budgets are counted in.
-        budgets: At which its traces are read, ascending.
-        config: The method's configuration file.
-        overrides: What the grid changes in it.
-        settings: Everything that decides its rows, as `fit` will see it.
-        targets: How many it inverts; None where only the run will know.
-        token_passes: What all of them cost at most; None likewise.
-    """
-
-    folder: Path
-    place: str
-    label: str
-    axis: Axis
-    budgets: list[int]
-    config: Path
-    overrides: dict[str, Any]
-    settings: dict[str, Any]
-    targets: int | None
-    token_passes: int | None
+    folder: Path  # its own, an ordinary run folder; its name is the cell's
+    place: str  # which run of the grid it is, but for the seed
+    label: str  # the method's name in the grid
+    axis: Axis  # what budgets are counted in
+    budgets: list[int]  # at which its traces are read, ascending
+    config: Path  # the method's configuration file
+    overrides: dict[str, Any]  # what the grid changes in it
+    settings: dict[str, Any]  # everything that decides its rows, as `fit` will see it
+    targets: int | None  # how many it inverts; None where only the run will know
+    token_passes: int | None  # what all of them cost at most; None likewise
 
     @property
     def name(self) -> str:
@@ -106,8 +93,7 @@ class Cell:
     def run(self, tick: Callable[[], None]) -> str | None:
         """Run it to its end, or on from where it was; the error that ended it, if one did.
 
-        Args:
-            tick: Called a few times a second.
+        `tick` is called a few times a second.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         failure, overrides = self.folder / FAILURE_FILE, self.folder / "cell.yaml"

@@ -41,10 +41,7 @@ def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
 
     A token budget is never overrun. A budget of steps is that many times what a step costs; None
     where that is not known: for searches, and for targets or templates that the LM has to encode.
-
-    Args:
-        inverter: As `fit` would run it.
-        data: Its data module; nothing of it is loaded.
+    Nothing is loaded.
     """
     method = inverter.method
     if inverter.token_budget is not None:

@@ -102,10 +102,7 @@ class GridDisplay:
 def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
     """All cells with what they cost, and the sum.
 
-    Args:
-        grid: The comparison.
-        cells: Its cells.
-        speed: Token passes per second; None for that of the cells that are done.
+    The speed is in token passes per second; None for that of the cells that are done.
     """
     cost = _Cost(cells)
     speed = speed or cost.speed

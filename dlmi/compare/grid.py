@@ -13,6 +13,7 @@ from dlmi.compare.cells import Cell
 from dlmi.compare.cost import count_targets, most_token_passes
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.report.result_files import Axis
+from dlmi.run.budget import NO_STEP_LIMIT
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 
@@ -21,7 +22,6 @@ PlanFit = Callable[[Path, dict[str, Any]], tuple[dict[str, Any], Inverter, Targe
 
 # What the grid itself sets in every cell.
 _GRID_SETTINGS = ("prompt_length", "steps", "token_budget", "seed")
-_NO_STEP_LIMIT = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,7 @@ class Grid:
 def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
     """All cells, the first seed's first, so that an unfinished comparison compares something.
 
-    Args:
-        grid: The comparison.
-        beside: Folder that the methods' configuration files are relative to.
-        plan_fit: Reads the configuration of a cell.
+    The methods' configuration files are relative to `beside`; `plan_fit` reads them.
 
     Raises:
         InputError: For a grid that cannot run, before any of it does.
@@ -174,7 +171,7 @@ def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, l
     if grid.axis == "step":
         run["steps"] = size.budgets[-1]
     else:
-        run |= {"steps": _NO_STEP_LIMIT, "token_budget": size.budgets[-1]}
+        run |= {"steps": NO_STEP_LIMIT, "token_budget": size.budgets[-1]}
     if spec.method:
         run["method"] = {"init_args": spec.method}
     data = _merged(grid.data, grid.models.get(model, {}))

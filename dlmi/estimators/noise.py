@@ -72,14 +72,10 @@ def column_words(columns: int, device: torch.device) -> Tensor:
 def minus_gumbel_(
     out: Tensor, words: Tensor, mask: Tensor, multiplier: Tensor, scratch: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Fill `out` with -g, in place, without any other memory than the scratch.
+    """Fill `out`, (rows, columns) of float32 or float64, with -g; no other memory is used.
 
-    Args:
-        out: (rows, columns), float32 or float64.
-        words: Of the columns, (columns,).
-        mask: Of the rows, (rows, 1).
-        multiplier: Of the rows, (rows, 1).
-        scratch: Two int32 tensors of the shape of `out`.
+    From the words of the columns, (columns,), and the keys of the rows, (rows, 1) each. The scratch
+    is two int32 tensors of the shape of `out`.
     """
     word, shifted = scratch
     torch.bitwise_xor(words, mask, out=word)

@@ -48,17 +48,8 @@ def held_embeds(
 ) -> Tensor:
     """Embeddings of S prompts of one slot, whose rows are held for a few positions at a time.
 
-    Args:
-        estimator: Which one.
-        logits: Z, (N, V).
-        tau: (N,).
-        matrix: What each token embeds to, (V, d).
-        seed: Of the noise.
-        samples: Prompts, S.
-        rao_draws: K, the conditional draws of `gumbel_rao`.
-
-    Returns:
-        (S, N, d).
+    Z, (N, V), tau, (N,), and an embedding for each token, (V, d), to (S, N, d). `rao_draws` is K,
+    the conditional draws of `gumbel_rao`.
     """
     chosen = sample_columns(logits, samples, seed)  # (S, N)
     rows_per_position = samples * rao_draws
@@ -93,11 +84,7 @@ def gumbel_softmax(logits: Tensor, tau: Tensor, noise: Tensor) -> Tensor:
 def gumbel_rao(logits: Tensor, tau: Tensor, chosen: Tensor, noise: Tensor) -> Tensor:
     """One-hot of a draw, with the gradient averaged over the noise that could have led to it.
 
-    Args:
-        logits: (N, V); -inf bars a token.
-        tau: (N,).
-        chosen: The draw D, (S, N).
-        noise: Gumbel(0, 1), (K, S, N, V).
+    (N, V), where -inf bars a token, (N,), D as (S, N), and (K, S, N, V) to (S, N, V).
     """
     logits = logits.clamp_min(_BARRED)
     with torch.no_grad():
@@ -119,10 +106,7 @@ def _conditional_perturbation(logits: Tensor, chosen: Tensor, noise: Tensor) -> 
 def reinmax(logits: Tensor, tau: Tensor, chosen: Tensor) -> Tensor:
     """One-hot of a draw, with a gradient that is exact to second order (tau >= 1, not learned).
 
-    Args:
-        logits: (N, V); -inf bars a token.
-        tau: (N,); 1 is the textbook's.
-        chosen: The draw D, (S, N).
+    (N, V), where -inf bars a token, (N,), 1 in the textbook, and D as (S, N) to (S, N, V).
     """
     plain = torch.softmax(logits, dim=-1).expand(*chosen.shape, -1)  # (S, N, V)
     one_hot = _one_hot(chosen, plain)

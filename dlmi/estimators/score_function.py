@@ -71,11 +71,7 @@ def score_function_surrogate(
 
 
 def score_function_gradient(
-    logits: Tensor,
-    columns: Tensor,
-    losses: Tensor,
-    baseline: BaselineName,
-    average: Tensor | None,
+    logits: Tensor, columns: Tensor, losses: Tensor, baseline: BaselineName, average: Tensor | None
 ) -> Tensor:
     """The estimate itself, (N, V), from prompts (S, N) and their losses (S,)."""
     with torch.enable_grad():

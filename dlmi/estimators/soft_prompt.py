@@ -15,23 +15,15 @@ from dlmi.estimators.soft_embedding import sample_columns, soft_embedding
 
 @dataclass(frozen=True, eq=False)
 class SoftPrompt:
-    """Distributions over tokens, and the samples that a pass reads of them.
+    """Distributions over tokens, and the samples that a pass reads of them."""
 
-    Attributes:
-        logits: Z, (N, V).
-        tau: Temperatures, (N,).
-        estimator: How samples are drawn and differentiated; None: softmax(Z / tau), without noise.
-        samples: How many are drawn, S.
-        seed: Of their noise.
-        rao_draws: Conditional draws of each sample of `gumbel_rao`.
-    """
-
-    logits: Tensor
-    tau: Tensor
+    logits: Tensor  # Z, (N, V)
+    tau: Tensor  # temperatures, (N,)
+    # How samples are drawn and differentiated; None: softmax(Z / tau), without noise
     estimator: EstimatorName | None = None
-    samples: int = 1
-    seed: int = 0
-    rao_draws: int = 10
+    samples: int = 1  # how many are drawn, S
+    seed: int = 0  # of their noise
+    rao_draws: int = 10  # conditional draws of each sample of `gumbel_rao`
 
     def hard_columns(self, count: int, seed: int) -> Tensor:
         """Discrete prompts as the method would draw them, (count, N).
@@ -43,13 +35,9 @@ class SoftPrompt:
 
 
 def soft_embeds(prompts: Sequence[SoftPrompt], matrix: Tensor) -> list[Tensor]:
-    """Embeddings of the samples of several soft prompts, (S, N, d) each.
+    """Embeddings of the samples of several soft prompts, (S, N, d) each, by a matrix, (V, d).
 
-    Prompts that are drawn in the same way share one product with the embedding matrix.
-
-    Args:
-        prompts: What to embed.
-        matrix: What each token embeds to, (V, d).
+    Prompts that are drawn in the same way share one product with the matrix.
     """
     alike: dict[object, list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -6,16 +6,16 @@ Axes: N prompt positions, V tokens a prompt may hold.
 import torch
 from torch import Tensor
 
-TEMPERATURE_EPS = 1e-10
+_EPS = 1e-10
 
 
-def temperature_law(phi: Tensor, tau0: float, eps: float = TEMPERATURE_EPS) -> Tensor:
+def temperature_law(phi: Tensor, tau0: float) -> Tensor:
     """The paper's law, tau = eps + tau0 (1 + tanh phi), which lies between eps and 2 tau0 + eps.
 
     >>> temperature_law(torch.tensor([0.0]), tau0=100.0)
     tensor([100.])
     """
-    return eps + tau0 * (1 + torch.tanh(phi))
+    return _EPS + tau0 * (1 + torch.tanh(phi))
 
 
 def annealed_temperature(start: float, end: float, progress: float) -> float:

@@ -1,7 +1,6 @@
 """Bias and variance of gradient estimators, measured along a run that does not notice it."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from dlmi.gradients.estimators import ESTIMATORS, along, as_estimator, label
 from dlmi.gradients.study import StudySettings, measure_state
 from dlmi.gradients.truth import TruthName, check_enumerable
 from dlmi.jsonl import append_line
-from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods.slot import Slot
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.identity import describe_environment
@@ -105,7 +103,7 @@ class GradientStudy(InversionCallback):
             with_truth = slot.step % self.bias_every == 0
             if with_truth or slot.step % self.variance_every == 0:
                 # As in a training step, but never compiled: a run's choice of shape is its own.
-                with trainer.precision_plugin.train_step_context(), _not_compiled(module.lm):
+                with trainer.precision_plugin.train_step_context(), module.lm.not_compiled():
                     self._measure(module, slot, with_truth)
 
     def _measure(self, module: Inverter, slot: Slot, with_truth: bool) -> None:
@@ -136,12 +134,3 @@ class GradientStudy(InversionCallback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append_line(self.path, row.to_json_line())
             self.notify(row)
-
-
-@contextlib.contextmanager
-def _not_compiled(lm: FrozenLM) -> Iterator[None]:
-    before, lm.compile_passes = lm.compile_passes, False
-    try:
-        yield
-    finally:
-        lm.compile_passes = before

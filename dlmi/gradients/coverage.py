@@ -19,18 +19,14 @@ MIN_EVENTS = 10  # a smaller count is off by a third and more
 
 @dataclass(frozen=True)
 class SampleCoverage:
-    """How often the draws of a sparse estimator can be expected to show what is asked of them.
+    """How often the draws of a sparse estimator can be expected to show what is asked of them."""
 
-    Attributes:
-        pairs: Expected pairs of samples, from two draws, that share a token at a position (or the
-            lack of one, where nearly all hold it).
-        known_pairs: The same among the logits that the truth knows.
-        truth_hits: Expected meetings of a sample with the truth: samples that hold a token of it,
-            weighted by its squared gradient, or pairs with samples of a sparse truth.
-    """
-
+    # Expected pairs of samples, from two draws, that share a token at a position (or the lack of
+    # one, where nearly all hold it)
     pairs: float
-    known_pairs: float = 0.0
+    known_pairs: float = 0.0  # the same among the logits that the truth knows
+    # Expected meetings of a sample with the truth: samples that hold a token of it, weighted by
+    # its squared gradient, or pairs with samples of a sparse truth
     truth_hits: float = 0.0
 
     @property

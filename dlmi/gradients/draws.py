@@ -23,13 +23,9 @@ _TOKENS_AT_ONCE = 2**13  # of hard prompts whose embeddings are held
 
 @dataclass
 class DrawSlot(Slot):
-    """A slot for one draw: the target and the values of another slot, with noise of its own.
+    """A slot for one draw: the target and the values of another slot, with noise of its own."""
 
-    Attributes:
-        purpose: What its seeds are for.
-    """
-
-    purpose: str = ""
+    purpose: str = ""  # what its seeds are for
 
     def seed(self, purpose: str = "") -> int:
         """A seed of its own for each purpose within the draw."""
@@ -40,12 +36,7 @@ class DrawSlot(Slot):
         """At the state of a slot, with the tensors that a method has.
 
         Learned temperatures follow the run's Phi, a shared one its mean; where the run learns none,
-        Phi is 0.
-
-        Args:
-            slot: Of a run; stays as it is.
-            method: Whose step is to be drawn.
-            purpose: What its seeds are for.
+        Phi is 0. The slot of the run stays as it is.
         """
         copy = cls(
             target=slot.target,
@@ -76,14 +67,9 @@ def _leaves(slot: Slot, method: Estimator) -> dict[str, nn.Parameter]:
 def draw_gradients(
     method: Estimator, state: Any, slot: Slot, names: Iterable[object], reader: Reader
 ) -> Tensor:
-    """Draws at the values of a slot, one for each name, read side by side: (K, N V).
+    """Draws at the values of a slot, which stays as it is, read side by side: (K, N V).
 
-    Args:
-        method: Whose steps.
-        state: What it has kept so far.
-        slot: Of a run; stays as it is.
-        names: Each gives a draw noise of its own.
-        reader: Answers passes; nobody is charged.
+    Each name gives a draw noise of its own. Nobody is charged for the passes.
     """
     purposes = [f"gradients/{label(method)}/{name}" for name in names]
     slots = [DrawSlot.of(slot, method, purpose) for purpose in purposes]

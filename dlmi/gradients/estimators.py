@@ -100,14 +100,8 @@ def state_along(
     """What a method would have kept until this state of a run.
 
     A moving average of the loss is that of the run, where it keeps the same. Else it is what an
-    average over earlier steps would be, from prompts that no draw uses: its noise adds a few per
-    cent to the variance, and no bias.
-
-    Args:
-        run: The method of the run.
-        run_state: What it has kept.
-        method: What is measured.
-        pilot_loss: The mean loss of such prompts, ().
+    average over earlier steps would be, from prompts that no draw uses (`pilot_loss`): its noise
+    adds a few per cent to the variance, and no bias.
     """
     if not isinstance(method, REINFORCE):
         return None

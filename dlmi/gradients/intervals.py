@@ -24,10 +24,8 @@ def jackknife(
     is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
     the interval says how the reported number varies, not where the true maximum lies.
 
-    Args:
-        statistic: Function of the indices of draws and of blocks; nan where it is not defined.
-        draws: K.
-        blocks: T; a single one is left as it is.
+    The statistic is a function of the indices of draws and of blocks, nan where it is not defined.
+    A single block is left as it is.
     """
     all_draws, all_blocks = list(range(draws)), list(range(blocks))
     value = statistic(all_draws, all_blocks)

@@ -36,14 +36,10 @@ _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 def measure(
     gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
 ) -> dict[str, Statistic]:
-    """All statistics of K draws.
+    """All statistics of K draws, (K, N V); those that need a truth are undefined without one.
 
-    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
-
-    Args:
-        gradients: (K, N V).
-        truth: Without one, what needs it is undefined.
-        coverage: Of a sparse estimator.
+    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows. A
+    sparse estimator comes with its coverage.
     """
     products = inner_products(gradients, gradients)
     found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}

@@ -67,15 +67,9 @@ def measure_state(
     settings: StudySettings,
     with_truth: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one estimator after the other at the values that a slot has now.
+    """Measure one estimator after the other at the values that a slot of a run has now.
 
-    Args:
-        run: The method of the run.
-        slot: Of the run; stays as it is.
-        reader: Answers passes.
-        estimators: What is measured, with the run's loss, decode and samples.
-        settings: How much is drawn.
-        with_truth: Whether bias is measured, too.
+    The estimators have the run's loss, decode and samples. Bias needs a truth.
 
     Yields:
         What a `GradientRow` says of each: `estimator`, `tau`, `truth` and the statistics.
@@ -128,13 +122,8 @@ def choose_coordinates(logits: Tensor, pilots: Iterator[Tensor], count: int, see
     """Logits worth knowing: half where pilot draws are largest, half at random, (P,) sorted.
 
     The pilots must not be among the draws that are measured: logits chosen for their noise would
-    show that noise as bias. The random half is drawn from softmax(Z), where the gradient lies.
-
-    Args:
-        logits: (N, V).
-        pilots: A gradient of each estimator, flattened.
-        count: P, or N x V if that is less.
-        seed: Of the random half.
+    show that noise as bias; there is a flattened one of each estimator. The random half is drawn
+    from softmax(Z), (N, V), where the gradient lies.
     """
     count = min(count, logits.numel())
     largest = [pilot.abs().topk(count).indices for pilot in pilots]

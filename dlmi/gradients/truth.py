@@ -44,19 +44,12 @@ AS_IN_CODE_DRAWS = 5
 
 @dataclass(frozen=True)
 class Truth:
-    """The gradient that estimators are compared with.
+    """The gradient that estimators are compared with."""
 
-    Attributes:
-        kind: How it was found.
-        samples: Prompts that it took.
-        blocks: Independent estimates whose mean it is, (T, P); T = 1 where it is taken as it is.
-        coordinates: Which of the flattened logits it knows, (P,); None for all N x V.
-    """
-
-    kind: TruthName
-    samples: int
-    blocks: Tensor
-    coordinates: Tensor | None = None
+    kind: TruthName  # how it was found
+    samples: int  # prompts that it took
+    blocks: Tensor  # independent estimates whose mean it is, (T, P); T = 1: taken as it is
+    coordinates: Tensor | None = None  # flattened logits that it knows, (P,); None for all N x V
 
     def restrict(self, gradients: Tensor) -> Tensor:
         """The logits of gradients that it knows: (K, N V) to (K, P)."""

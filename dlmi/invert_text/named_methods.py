@@ -21,9 +21,7 @@ _SETTINGS: Mapping[str, Method[Any]] = {
     "GCG": GCG(search_width=64, topk=64, buffer_size=0),
 }
 _EVAL_EVERY = {"ADC": 8, "SwapSearch": None}  # others: 4
-METHOD_NAMES = sorted(
-    name for name in methods.__all__ if name != "Refined"
-)  # it wraps another object
+METHOD_NAMES = sorted({*methods.__all__} - {"Refined"})  # which wraps another object
 
 
 def named_method(
@@ -31,9 +29,7 @@ def named_method(
 ) -> tuple[Method[Any], int | None]:
     """A method by its name, and after how many steps to decode; a method itself is kept as it is.
 
-    Args:
-        method: A name, or the method itself.
-        options: What to change of a method that is named.
+    The options are what to change of a method that is named.
     """
     if isinstance(method, Method):
         if options:

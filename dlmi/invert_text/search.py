@@ -23,6 +23,7 @@ from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
 from dlmi.methods.base import Method
 from dlmi.rows import Inversion
+from dlmi.run.budget import NO_STEP_LIMIT
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.quiet import run_quietly
@@ -35,7 +36,6 @@ from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 
 AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
-_NO_STEP_LIMIT = 10**9
 _MOST_COPIES = 3  # of the text, as a trivial prompt
 _log = logging.getLogger(__name__)
 
@@ -113,11 +113,8 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
-    for name, value in {
-        "prompt_length": prompt_length,
-        "steps": steps,
-        "restarts": restarts,
-    }.items():
+    counts = {"prompt_length": prompt_length, "steps": steps, "restarts": restarts}
+    for name, value in counts.items():
         if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
             raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
     if seconds is not None and not seconds > 0:
@@ -155,7 +152,7 @@ def invert(  # type: ignore[misc]  # the options stand here alone
                 inverter = Inverter(
                     asked,
                     prompt_length=length,
-                    steps=_NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                    steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
                     eval_every=eval_every,
                     prompt_bos=prompt_bos,
                     allowed_tokens=allowed_tokens,

@@ -28,12 +28,8 @@ class Forward:
     ) -> tuple[Tensor, Any]:
         """Logits of the last positions, (R, T, d) to (R, keep, V), and the cache.
 
-        Args:
-            inputs_embeds: What is read.
-            keep: How many of the last positions have logits.
-            cache: Keys and values of what stands before, or None.
-            use_cache: Whether a cache comes back.
-            is_compiled: Whether to compile it; only passes with a gradient and no cache are.
+        The cache that goes in holds what stands before; with `use_cache` one comes back. Only
+        passes with a gradient and no cache are ever compiled.
         """
         cache_out = None
         is_plain = inputs_embeds.requires_grad and cache is None and not use_cache

@@ -8,6 +8,7 @@ are computed once. Nothing here ever changes a weight.
 Axes: R rows of a batch, N prompt tokens, M target tokens, V logits of the LM, d embedding width.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,6 +138,15 @@ class FrozenLM:
         some = self.embed(self._some_ids(9))
         return packs_right(some, self.packed_logits, self.last_logits)
 
+    @contextlib.contextmanager
+    def not_compiled(self) -> Iterator[None]:
+        """Within, passes run as they are: a compiled one hides its graph and leaves out hooks."""
+        before, self.compile_passes = self.compile_passes, False
+        try:
+            yield
+        finally:
+            self.compile_passes = before
+
     def check_ids(self, ids: Sequence[int], what: str) -> None:
         """Raise `InputError` unless every id is a token that this LM can read and write."""
         rows = len(self.embedding_matrix)
@@ -212,19 +222,11 @@ class FrozenLM:
         next_embeds: NextEmbeds | None = None,
         prefix: Prefix | None = None,
     ) -> Tensor:
-        """Decode exactly `num_tokens` tokens and give the logits of each step; EoS ends nothing.
+        """Decode M tokens, EoS or not: (R, N, d) to the logits of each step, (R, M, V).
 
-        With gradients enabled they reach the prompt through the KV cache. Greedily chosen tokens
-        are looked up, so no gradient passes through their choice.
-
-        Args:
-            prompt_embeds: (R, N, d).
-            num_tokens: How many tokens to decode, M.
-            next_embeds: What is read after a step. Default: the embedding of the argmax.
-            prefix: Fixed tokens before the prompt.
-
-        Returns:
-            (R, M, V), in float32 or better.
+        What is read after a step is the embedding of the argmax, unless `next_embeds` says
+        otherwise. With gradients enabled they reach the prompt through the KV cache, but not
+        through the choice of a token, which is looked up.
         """
         return torch.cat(list(self._decode(prompt_embeds, num_tokens, next_embeds, prefix)), dim=1)
 
@@ -318,16 +320,14 @@ class FrozenLM:
         cache: Any = None,
     ) -> Iterator[Tensor]:
         """Decode after a prefix or a cache, token by token, yielding logits, (R, 1, V)."""
-        inputs_embeds = inputs_embeds.to(self.dtype)
+        choose = next_embeds or (lambda logits, step: self.embed(logits.argmax(dim=-1)))
         for step in range(num_tokens):
+            inputs_embeds = inputs_embeds.to(self.dtype)
             logits, cache = self._forward(inputs_embeds, 1, cache, use_cache=True, prefix=prefix)
             prefix = None  # now in the cache
             yield logits
             if step + 1 < num_tokens:
-                if next_embeds is None:
-                    inputs_embeds = self.embed(logits.argmax(dim=-1))
-                else:
-                    inputs_embeds = next_embeds(logits, step).to(self.dtype)
+                inputs_embeds = choose(logits, step)
 
     def _forward(
         self,

@@ -49,15 +49,10 @@ def generate(
     is_complete: Callable[[list[int]], bool] | None,
     batch_size: int,
 ) -> list[list[int]]:
-    """What a model says greedily after each row of ids.
+    """What a model says greedily after each row of ids; see `FrozenLM.generate`.
 
-    Args:
-        model: Of `transformers`.
-        rows: Ids of each text.
-        max_tokens: Where to end at the latest.
-        end_ids: Tokens that end a text; they are left out.
-        is_complete: Whether the new ids of a row are enough; the last of them is kept.
-        batch_size: Rows side by side; sorted by length, so that few are padded.
+    `end_ids` end a text and are left out. `is_complete` tells whether the new ids of a row are
+    enough; the last of them is kept.
     """
     device = model.get_input_embeddings().weight.device
     pad_id = end_ids[0] if end_ids else 0

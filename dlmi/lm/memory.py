@@ -122,10 +122,8 @@ def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
     weights = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
     embeds = torch.zeros(1, tokens, lm.embedding_matrix.shape[1], device=lm.device, dtype=lm.dtype)
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    compile_passes, lm.compile_passes = lm.compile_passes, False  # which would hide the graph
-    with torch.enable_grad(), hooks:
+    with torch.enable_grad(), hooks, lm.not_compiled():
         lm.last_logits(embeds.requires_grad_(), keep=1)
-    lm.compile_passes = compile_passes
     total = collections.Counter(dict.fromkeys(lm.devices, 0))
     for pointer, (device, size) in saved.items():
         total[device] += size if pointer not in weights else 0

@@ -26,10 +26,9 @@ def scaled_norm_gradients(lm: FrozenLM, factor: float) -> Iterator[None]:
 
     norms = [m for m in lm.model.modules() if type(m).__name__.endswith("Norm")]
     handles = [norm.register_forward_hook(scale) for norm in norms]
-    compile_passes, lm.compile_passes = lm.compile_passes, False  # it would leave out the hooks
     try:
-        yield
+        with lm.not_compiled():
+            yield
     finally:
-        lm.compile_passes = compile_passes
         for handle in handles:
             handle.remove()

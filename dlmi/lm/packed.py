@@ -200,12 +200,8 @@ def packs_right(
     """Whether packed rows, behind a prefix that they share in part, get the logits of plain ones.
 
     Not where attention does not go through transformers' interface, where a window or a sink
-    changes what is seen, or where a state is handed on from token to token.
-
-    Args:
-        embeds: Of nine tokens, (9, d).
-        packed_logits: Of an LM.
-        last_logits: Of the same.
+    changes what is seen, or where a state is handed on from token to token. Nine tokens, (9, d),
+    tell.
     """
     prefix, rows = embeds[:4], [(4, embeds[4:]), (2, embeds[5:7])]
     laid_out = [PackedRow(len(own), 1, shared=shared) for shared, own in rows]

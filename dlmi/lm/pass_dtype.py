@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from dlmi.jsonl import read_json_file
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import cache_dir
 from dlmi.lm.memory import free_memory
@@ -34,25 +35,14 @@ def measured_file() -> Path:
     return cache_dir() / "measured.json"
 
 
-def recall(key: str) -> Any:
-    """What was measured under a key; None if nothing was, or the file cannot be read."""
-    try:
-        return json.loads(measured_file().read_text(encoding="utf-8")).get(key)
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def remember(key: str, value: Any) -> None:
+def _remember(key: str, value: Any) -> None:
     """Keep what was measured; a folder that cannot be written is no error."""
     path = measured_file()
+    kept = {**(read_json_file(path) or {}), key: value}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            kept = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            kept = {}
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps({**kept, key: value}, indent=1), encoding="utf-8")
+        scratch.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         scratch.replace(path)
 
 
@@ -62,12 +52,7 @@ def pass_copy(lm: FrozenLM, asked: PassDType | None) -> FrozenLM:
 
 
 def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
-    """The dtype that an LM's prompts are searched in.
-
-    Args:
-        lm: The LM.
-        asked: A dtype, or `auto` for the fastest; None for the LM's own.
-    """
+    """The dtype that prompts are searched in: the one asked for, the fastest, or the LM's own."""
     if asked is None or not _can_copy(lm):
         return lm.dtype
     if asked != "auto":
@@ -75,12 +60,12 @@ def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
     if lm.dtype != torch.float32 or not _fits(lm, torch.bfloat16):
         return lm.dtype
     key = f"pass_dtype {lm.fingerprint()} {_machine(lm.device)}"
-    known = recall(key)
+    known = (read_json_file(measured_file()) or {}).get(key)
     if not isinstance(known, dict) or known.get("dtype") not in ("float32", "bfloat16"):
         own, other = _seconds(lm), _seconds(in_dtype(lm, torch.bfloat16))
         name = "bfloat16" if other < _FASTER * own else "float32"
         known = {"dtype": name, "seconds": {"float32": own, "bfloat16": other}}
-        remember(key, known)
+        _remember(key, known)
         rank_zero_info(
             f"The LM's passes run in {name}: one takes {own:.3f} s in float32 and {other:.3f} s in "
             "bfloat16."

@@ -14,14 +14,10 @@ from lightning.pytorch.plugins import MixedPrecision
 
 
 class PassPrecision:
-    """What the passes of one LM run in.
-
-    Attributes:
-        dtype: Of the matrix products, where that is not the LM's own dtype.
-    """
+    """What the passes of one LM run in."""
 
     def __init__(self) -> None:
-        self.dtype: torch.dtype | None = None
+        self.dtype: torch.dtype | None = None  # of the matrix products; None: the LM's own
 
     @contextlib.contextmanager
     def set_to(self, dtype: torch.dtype | None) -> Iterator[None]:

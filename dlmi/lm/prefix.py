@@ -27,13 +27,7 @@ def read_layers(cache: Any) -> Layers | None:
 
 
 def make_cache(layers: Layers, length: int, rows: int | None = None) -> Any:
-    """A cache of the first `length` tokens, which a pass may add to; one row is spread over many.
-
-    Args:
-        layers: From `read_layers`.
-        length: How many of their tokens.
-        rows: Rows of the pass, where the layers have one.
-    """
+    """A cache of the first `length` tokens, which a pass may add to; one row may serve many."""
     cache = DynamicCache()
     for index, (keys, values) in enumerate(layers):
         count = len(keys) if rows is None else rows

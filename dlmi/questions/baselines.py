@@ -31,17 +31,8 @@ def score_each(
 ) -> Iterator[tuple[str, Accuracy]]:
     """The accuracy of prompts, and of what they are compared with, each with its name.
 
-    Args:
-        lm: The model.
-        template: What stands around question and prompt.
-        prompts: As texts, or as ids.
-        questions: With their answers.
-        decoding: How answers are decoded.
-        draws: Random prompts, each as long as the longest prompt.
-        seed: Of these.
-
-    Yields:
-        First the empty slot, then the phrase, then the random prompts, then the prompts.
+    First comes the empty slot, then the phrase, then some draws of random prompts, each as long as
+    the longest prompt, then the prompts. All else is as in `score_prompt`.
     """
     lengths = [len(lm.encode(p)) if isinstance(p, str) else len(p) for p in prompts]
     length = max([*lengths, 1]) if prompts else len(lm.encode(PHRASE))

@@ -22,21 +22,13 @@ from dlmi.targets.template import Template
 
 @dataclass(frozen=True)
 class Decoding:
-    r"""How answers are decoded.
+    """How answers are decoded."""
 
-    Attributes:
-        max_new_tokens: Tokens of an answer at most.
-        stop: A text that ends an answer; None for the end of the sequence alone.
-        trigger: What is appended to the LM's reasoning, such as "\n####"; None for no reasoning.
-        max_reasoning_tokens: Tokens of the reasoning at most.
-        batch_size: Questions that are decoded side by side.
-    """
-
-    max_new_tokens: int = 48
-    stop: str | None = "\n"
-    trigger: str | None = None
-    max_reasoning_tokens: int = 96
-    batch_size: int = 16
+    max_new_tokens: int = 48  # tokens of an answer at most
+    stop: str | None = "\n"  # a text that ends an answer; None: the end of the sequence alone
+    trigger: str | None = None  # what is appended to the LM's reasoning; None for no reasoning
+    max_reasoning_tokens: int = 96  # tokens of the reasoning at most
+    batch_size: int = 16  # questions that are decoded side by side
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_reasoning_tokens", "batch_size"):
@@ -46,21 +38,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of one question.
+    """What came of one question."""
 
-    Attributes:
-        question: As it was asked.
-        expected: The right answer, normalised.
-        output_text: What the LM said; in two stages, with its reasoning and the trigger.
-        answer: What was found in it, normalised.
-        is_right: Whether that is the right one.
-    """
-
-    question: str
-    expected: str
-    output_text: str
-    answer: str | None
-    is_right: bool
+    question: str  # as it was asked
+    expected: str  # the right answer, normalised
+    output_text: str  # what the LM said; in two stages, with its reasoning and the trigger
+    answer: str | None  # what was found in it, normalised
+    is_right: bool  # whether that is the right one
 
 
 @dataclass(frozen=True)

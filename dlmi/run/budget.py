@@ -7,6 +7,8 @@ from dlmi.methods.slot import Slot
 from dlmi.scoring.evaluation import most_tokens_evaluated
 from dlmi.targets.context import Example
 
+NO_STEP_LIMIT = 10**9  # steps, where a budget is one of time or of token-passes
+
 
 @dataclass(frozen=True)
 class Budget:

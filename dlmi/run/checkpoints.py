@@ -12,7 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
-from dlmi.errors import InputError, RunStopped
+from dlmi.errors import InputError, RunStopped, first_line
 from dlmi.lm.pass_dtype import PassDType
 
 LAST = "last.ckpt"
@@ -61,7 +61,7 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
         try:
             found = torch.load(candidate, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # torch raises whatever a broken file makes it raise
-            reason = str(error).partition("\n")[0][:200] or type(error).__name__
+            reason = first_line(error)[:200]
             if isinstance(error, pickle.UnpicklingError):  # torch would advise to run what is in it
                 reason = "it holds more than data, which could run code, so it was not read"
             problem = problem or reason

@@ -106,9 +106,7 @@ def check_settings(
     if allowed_tokens is not None:
         check_allowed_tokens(allowed_tokens)
     check_at_least_one("model", prompt_length=prompt_length, steps=steps)
-    check_at_least_one("model", eval_every=1 if eval_every is None else eval_every)
-    if token_budget is not None:
-        check_at_least_one("model", token_budget=token_budget)
+    check_at_least_one("model", eval_every=eval_every, token_budget=token_budget)
     if norm_gradient_scale is not None:
         check_positive("model", norm_gradient_scale=norm_gradient_scale)
     if not 0 <= fluency < float("inf"):

@@ -1,13 +1,13 @@
 """The inverter: a LightningModule that leads a queue of targets through its slots.
 
 It owns one small module per target in flight, `prompts.i = {Z, Phi}`, and nothing else; the LM
-belongs to the data module, the equations to the method. One `Trainer.fit` inverts the whole queue:
-a training step is one step of every slot in flight, and a slot whose target is solved, or whose
-budget is spent, reports its row and takes the next target at once. Several workers do so side by
-side and take from one queue.
+belongs to the data module, the equations to the method. A training step is one step of every slot
+in flight. A slot that is done reports its row and takes the next target of a queue that all workers
+share.
 """
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,8 +117,7 @@ class Inverter(LightningModule):
         self.folder = Path()
         self.stop_requested = False
         self._targets: list[Target] = []
-        self._waiting: list[Target] = []
-        self._solved_groups: set[str | None] = set()
+        self._waiting: Iterator[Target] = iter(())
         self._finished_ids: set[str] = set()
 
     # ---- what others look at
@@ -159,11 +158,10 @@ class Inverter(LightningModule):
         Values that the run takes from its method are filled in. `precision` is that of the training
         passes, None for the LM's own dtype, which all measurements are in.
         """
-        settings = settings_of(self.method)
-        own_scale = settings.get("norm_gradient_scale", 1.0)
-        settings |= {name: getattr(self, name) for name in _ARGUMENTS}
+        own = settings_of(self.method)
+        settings = {**own, **{name: getattr(self, name) for name in _ARGUMENTS}}
         if self.norm_gradient_scale is None:
-            settings["norm_gradient_scale"] = own_scale
+            settings["norm_gradient_scale"] = own.get("norm_gradient_scale", 1.0)
         if hasattr(self, "engine"):
             settings["pass_dtype"] = self.engine.pass_dtype
         precision = self.trainer.precision
@@ -210,8 +208,8 @@ class Inverter(LightningModule):
         )
         self._pool.check_budget(self._targets)
         self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        self.finished, self._finished_ids, self._solved_groups = [], set(), set()
-        self._resume = Resume()
+        self.finished, self._finished_ids, self._resume = [], set(), Resume()
+        self._solved_groups: set[str | None] = set()
         target_set = fingerprint_targets(self.data.targets)
         self._environment = {**describe_environment(self.lm), "target_set": target_set}
         method, allowed_ids = type(self.method).__name__, self.vocabulary.fingerprint()
@@ -230,8 +228,7 @@ class Inverter(LightningModule):
         self.prompts = nn.ModuleList()
         for _ in self.slots:
             tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-            parameters = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
-            self.prompts.append(nn.ParameterDict(parameters))
+            self.prompts.append(nn.ParameterDict(tensors))
 
     def configure_optimizers(self) -> Optimizer | None:
         """The method's own; a search has none."""
@@ -246,11 +243,12 @@ class Inverter(LightningModule):
         waiting = self.workers.broadcast(waiting)
         by_id = {target.id: target for target in self._targets}
         self._finished_ids = by_id.keys() - set(waiting)
-        self._waiting = [by_id[target_id] for target_id in waiting]
+        own = self.workers.take_from([by_id[target_id] for target_id in waiting])
+        self._waiting = (target for target in own if target.group not in self._solved_groups)
         resumed = sum(target_id in self._resume for target_id in waiting)
         if self._finished_ids or resumed:
             self._tell("on_resume", len(self._finished_ids), resumed)
-        self._pool.refill(range(len(self.slots)), self._take, self._resume)
+        self._pool.refill(self._waiting, self._resume)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Before each step: decode what is due, report what is done, refill; stop when all is."""
@@ -307,16 +305,6 @@ class Inverter(LightningModule):
 
     # ---- the life of a slot
 
-    def _take(self) -> Target | None:
-        """The next target that waits, of the list that all workers take from."""
-        while self._waiting:
-            place = self.workers.take()
-            if place >= len(self._waiting):
-                self._waiting = []  # worker 0, which keeps the count, may leave from now on
-            elif self._waiting[place].group not in self._solved_groups:
-                return self._waiting[place]
-        return None
-
     def _settle(self) -> None:
         """Decode what is due, report what is done and refill, until neither is left."""
         self._pool.lap()
@@ -326,25 +314,27 @@ class Inverter(LightningModule):
                 self._pool.evaluate(due)
                 self._tell("on_evaluation", due)
                 self._pool.lap()
-            done = {s.index: r for s in self.active if (r := self.budget.stop_reason(s))}
+            done = [slot for slot in self.active if self.budget.stop_reason(slot)]
             if not (due or done):
                 return
-            free = list(done)
-            for index, reason in done.items():
-                slot = self.slots[index]
-                if slot is None:  # another of its group was solved just now
-                    continue
-                if reason == "budget" and self.method.num_last_prompts:
-                    self._pool.try_last(slot)
-                reason = self.budget.stop_reason(slot) or reason
-                self._report(slot, reason)
-                self._finished_ids.add(slot.target.id)
-                if reason == "solved" and slot.target.group is not None:
-                    self._solved_groups.add(slot.target.group)
-                    others = self._pool.leave_group(slot)
-                    self._finished_ids |= {other.target.id for other in others}
-                    free += [other.index for other in others]
-            self._pool.refill(dict.fromkeys(free), self._take, self._resume)
+            for slot in done:
+                if self.slots[slot.index] is slot:  # or another of its group was solved just now
+                    self._finish(slot)
+            self._pool.refill(self._waiting, self._resume)
+
+    def _finish(self, slot: Slot) -> None:
+        """Report a slot and empty it; of a task that is solved, other tries leave without a row."""
+        if self.budget.stop_reason(slot) == "budget" and self.method.num_last_prompts:
+            self._pool.try_last(slot)
+        reason, group, leaving = self.budget.stop_reason(slot), slot.target.group, [slot]
+        assert reason is not None
+        self._report(slot, reason)
+        if reason == "solved" and group is not None:
+            self._solved_groups.add(group)
+            leaving = [other for other in self.active if other.target.group == group]
+        for each in leaving:
+            self._finished_ids.add(each.target.id)
+            self.slots[each.index] = None
 
     def _report(self, slot: Slot, reason: str) -> None:
         row = build_row(slot, reason, self.method, self.settings, self._environment)

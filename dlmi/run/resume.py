@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, first_line
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.methods.states import to_plain
@@ -23,16 +23,8 @@ from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
 # Attributes of a slot that a checkpoint holds under their own names, each of its declared type.
 _NAMES = (
     *("step", "seconds", "cost", "known", "known_measured", "best", "last", "trace"),
-    *(
-        "loss",
-        "output_ids",
-        "found_ids",
-        "reasoned_ids",
-        "reasoning",
-        "diagnostics",
-        "is_spent",
-        "failure",
-    ),
+    *("loss", "output_ids", "found_ids", "reasoned_ids", "reasoning", "diagnostics"),
+    *("is_spent", "failure"),
 )
 _TYPES = get_type_hints(Slot)
 
@@ -110,7 +102,7 @@ def _broken_is_input_error() -> Iterator[None]:
     except Exception as error:
         raise InputError(
             "Expected `ckpt_path` to be a whole checkpoint of this run, but what it holds does not "
-            f"fit ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}). Give "
+            f"fit ({type(error).__name__}: {first_line(error)[:200]}). Give "
             "another, or delete it: `--continue_run true` keeps the rows of the run's folder."
         ) from error
 

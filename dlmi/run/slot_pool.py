@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -91,14 +91,11 @@ class SlotPool:
             reset_moments=reset_moments,
         )
 
-    def refill(
-        self, indices: Iterable[int], take: Callable[[], Target | None], resume: Resume
-    ) -> None:
-        """Give slots to the next targets, or leave them empty; nobody is charged for the time."""
+    def refill(self, waiting: Iterator[Target], resume: Resume) -> None:
+        """Give empty slots to the next targets; nobody is charged for the time."""
         new = []
-        for index in indices:
-            self.slots[index] = None
-            if (target := take()) is None:
+        for index, occupant in enumerate(self.slots):
+            if occupant is not None or (target := next(waiting, None)) is None:
                 continue
             slot = self.slots[index] = self._open(target, index)
             slot.forget_moments()
@@ -111,14 +108,6 @@ class SlotPool:
         for slot, outcome, account in zip(new, outcomes, accounts, strict=True):
             slot.state, slot.cost = outcome.value, account.cost
         self.lap(is_charged=False)
-
-    def leave_group(self, solved: Slot) -> list[Slot]:
-        """Let the other tries at a task leave without a row, once one has solved it."""
-        group = solved.target.group
-        others = [s for s in self.active if s.target.group == group and s is not solved]
-        for slot in others:
-            self.slots[slot.index] = None
-        return others
 
     # ---- steps
 

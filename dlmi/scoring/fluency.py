@@ -134,13 +134,9 @@ def reading_states(lm: FrozenLM) -> Iterator[list[Tensor]]:
     def keep(module: Any, inputs: Any, output: Any) -> None:
         seen.append(output.last_hidden_state)
 
-    compile_passes, lm.compile_passes = lm.compile_passes, False  # it would leave out the hook
-    handle = lm.model.base_model.register_forward_hook(keep)
-    try:
+    # The handle is a context manager, which takes the hook out again.
+    with lm.model.base_model.register_forward_hook(keep), lm.not_compiled():
         yield seen
-    finally:
-        handle.remove()
-        lm.compile_passes = compile_passes
 
 
 @torch.no_grad()

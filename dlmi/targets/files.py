@@ -33,21 +33,12 @@ def texts_to_targets(
 
 
 def read_targets(
-    lm: FrozenLM,
-    path: Path,
-    template: Template | None = None,
-    setting: str = "data.targets.path",
+    lm: FrozenLM, path: Path, template: Template | None = None, setting: str = "data.targets.path"
 ) -> list[Target]:
     """Targets of a file: JSONL with `ids` or `text` in each line, or plain text, one a line.
 
     In a line of JSONL `template` and `chat` go before those of the run; further names are the
-    fields that a template asks for.
-
-    Args:
-        lm: The model that is to say them.
-        path: The file.
-        template: What stands around the prompts.
-        setting: What the file was given as, as errors call it.
+    fields that a template asks for. Errors call the file by the `setting` that it was given as.
     """
     is_jsonl = path.suffix in (".jsonl", ".json")
     targets = []

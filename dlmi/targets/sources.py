@@ -143,9 +143,8 @@ class Questions(TargetSource):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("limit", "reasoning_tokens"):
-            if (value := getattr(self, name)) is not None:
-                check_at_least_one("data.targets", **{name: value})
+        tokens = self.reasoning_tokens
+        check_at_least_one("data.targets", limit=self.limit, reasoning_tokens=tokens)
         self._answer()
 
     def check_template(self, template: Template | None) -> None:
@@ -199,9 +198,7 @@ class Sharing:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_at_least_one("data.share", per_step=self.per_step)
-        if self.evaluated is not None:
-            check_at_least_one("data.share", evaluated=self.evaluated)
+        check_at_least_one("data.share", per_step=self.per_step, evaluated=self.evaluated)
 
     def target(self, lm: FrozenLM, targets: Sequence[Target], template: Template | None) -> Target:
         """All targets as one; the template is that of the examples that are held out."""

@@ -178,14 +178,7 @@ def share_prompt(
     evaluated: int | None = None,
     held_out: Sequence[Target] = (),
 ) -> Target:
-    """One target of many: a prompt is learned that is to work for all of them.
-
-    Args:
-        targets: What steps learn from.
-        per_step: How many of them each step reads.
-        evaluated: How many of them, the first ones, an evaluation reads; None for all.
-        held_out: What only the final prompt is tried on.
-    """
+    """One target of many: a prompt is learned that is to work for all of them; see `Target`."""
     return Target(
         SHARED_ID,
         tuple(example for target in targets for example in target.examples),

@@ -29,6 +29,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from dlmi.errors import first_line
 from dlmi.estimators.soft_embedding import plain
 from dlmi.estimators.soft_embedding.rows import RowSums, row_groups
 
@@ -132,7 +133,7 @@ def _checked_kernels(device: torch.device) -> ModuleType:
             return kernels
         reason = f"they differ from PyTorch by {difference:.1e}"
     except Exception as error:  # whatever a compiler on an unknown device comes up with
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     rank_zero_warn(f"Triton kernels are not used on {device}, PyTorch does their work: {reason}")
     return plain
 

@@ -26,20 +26,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that go through the vocabulary side by side.
+    """Rows that go through the vocabulary side by side."""
 
-    Attributes:
-        logits: Z of every slot, (N, V) each; the parts say which are used.
-        parts: Whose rows these are, in order.
-        span: Which of all rows these are.
-        inverse_tau: 1 / tau of each row, (rows, 1).
-        keys: Mask and multiplier of each row's noise, (rows, 1) each; None without noise.
-    """
-
-    logits: Sequence[Tensor]
-    parts: Sequence[Part]
-    span: slice
-    inverse_tau: Tensor
+    logits: Sequence[Tensor]  # Z of every slot, (N, V) each; the parts say which are used
+    parts: Sequence[Part]  # whose rows these are, in order
+    span: slice  # which of all rows these are
+    inverse_tau: Tensor  # 1 / tau of each row, (rows, 1)
+    # Mask and multiplier of each row's noise, (rows, 1) each; None without noise
     keys: tuple[Tensor, Tensor] | None
 
     @property
@@ -73,19 +66,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class RowSums:
-    """What is kept of each row.
+    """What is kept of each row."""
 
-    Attributes:
-        soft: p E, (rows, d).
-        peak: The largest x, (rows, 1).
-        total: Sum of exp(x - peak), (rows, 1).
-        largest: The column of the largest x, (rows,); filled where it is asked for.
-    """
-
-    soft: Tensor
-    peak: Tensor
-    total: Tensor
-    largest: Tensor
+    soft: Tensor  # p E, (rows, d)
+    peak: Tensor  # the largest x, (rows, 1)
+    total: Tensor  # sum of exp(x - peak), (rows, 1)
+    largest: Tensor  # the column of the largest x, (rows,); filled where it is asked for
 
     @classmethod
     def empty(cls, rows: int, width: int, like: Tensor) -> "RowSums":
@@ -107,11 +93,8 @@ def row_groups(
 ) -> Iterator[RowGroup]:
     """All rows, by slot, sample and position, in groups of about a thousand.
 
-    Args:
-        logits: Z of each slot, B tensors (N, V).
-        tau: (B, N).
-        seeds: A noise seed for each slot, or None.
-        num_samples: S.
+    The logits are B tensors (N, V), tau is (B, N); without a noise seed for each slot there is no
+    noise.
     """
     positions = tau.shape[1]
     start = 0

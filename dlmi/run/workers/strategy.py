@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dlmi.errors import RunStopped
+from dlmi.errors import RunStopped, first_line
 from dlmi.run.workers.workers import MEET_WITHIN, Workers
 
 T = TypeVar("T")
@@ -64,9 +64,9 @@ class TargetParallelStrategy(DDPStrategy):
             )
         except RuntimeError as error:
             place = f"{environment.main_address}:{environment.main_port}"
-            reason = str(error).partition("\n")[0]
             raise RunStopped(
-                f"worker {self.global_rank} could not meet the others at {place} ({reason})."
+                f"worker {self.global_rank} could not meet the others at {place} "
+                f"({first_line(error)})."
             ) from error
         self.workers = Workers(store, self.global_rank, self.world_size, self._launcher.ended)
         self.workers.barrier()

@@ -8,8 +8,8 @@ there is one way of working.
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
@@ -18,6 +18,8 @@ from dlmi.errors import RunStopped
 MEET_WITHIN = 1800.0  # seconds: loading a large LM from a slow disk takes its time
 _POLL_SECONDS = 0.02
 _BEYOND = 2**62
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -74,6 +76,11 @@ class Workers:
             return self._store.add("taken", 1) - 1
         except RuntimeError:  # worker 0, which keeps the count, is gone: done, or dead
             return _BEYOND
+
+    def take_from(self, items: Sequence[T]) -> Iterator[T]:
+        """Those of a list that fall to this worker; at its end the counter is not asked again."""
+        while (place := self.take()) < len(items):
+            yield items[place]
 
     def _wait_for(self, keys: list[str], within: float) -> None:
         deadline = time.monotonic() + within
