@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +12,12 @@ from jsonargparse import Namespace, lazy_instance  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import dlmi.methods  # noqa: F401  # makes the short names of methods valid
 from dlmi.cli.output import check_writable
 from dlmi.cli.parser import CommandParser, plain_errors
-from dlmi.cli.run_folder import HERE, choose_folder, removed_if_refused
+from dlmi.cli.run_folder import HERE, RUNS, choose_folder, removed_if_refused
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.run.callbacks.metrics import TensorBoardDetails
@@ -24,6 +25,7 @@ from dlmi.run.callbacks.progress import InversionProgress
 from dlmi.run.callbacks.results import ResultWriter, refuse_used_folder
 from dlmi.run.checks import check_precision, check_workers
 from dlmi.run.data import TargetDataModule
+from dlmi.run.folder import is_trial, run_folder
 from dlmi.run.inverter import Inverter
 from dlmi.run.workers import slurm
 from dlmi.run.workers.strategy import TargetParallelStrategy
@@ -63,10 +65,11 @@ class RunConfig(SaveConfigCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Save once."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        is_there = self.config.continue_run and (folder / self.config_filename).exists()
-        if not trainer.strategy.broadcast(is_there):
-            super().setup(trainer, pl_module, stage)
+        folder = run_folder(trainer)
+        path = folder / self.config_filename
+        if trainer.is_global_zero and not (self.config.continue_run and path.exists()):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(self.config, str(path), skip_none=False, overwrite=True)
 
 
 class FitParser(CommandParser, LightningArgumentParser):
@@ -78,7 +81,7 @@ class InversionCLI(LightningCLI):
 
     def __init__(self, arguments: list[str]) -> None:
         self._results = ResultWriter()
-        logger = {"save_dir": HERE, "name": "lightning_logs", "default_hp_metric": False}
+        logger = {"save_dir": HERE, "name": RUNS, "default_hp_metric": False}
         super().__init__(
             Inverter,
             TargetDataModule,
@@ -115,7 +118,7 @@ class InversionCLI(LightningCLI):
             ),
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        parser.link_arguments("seed_everything", "model.seed")
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
         parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
 
     def before_instantiate_classes(self) -> None:
@@ -133,7 +136,7 @@ class InversionCLI(LightningCLI):
     @property
     def folder(self) -> Path:
         """Of the run; for worker 0 alone, since the others' is not known yet."""
-        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        return run_folder(self.trainer)
 
     def prepare(self) -> None:
         """See to the folder, then load the LM, before other workers are started."""
@@ -142,17 +145,28 @@ class InversionCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InversionCallback):
                 callback.continues = continues
-        if self.trainer.is_global_zero:
+        writes = self.trainer.is_global_zero and not is_trial(self.trainer)
+        if writes:
             check_writable(self.folder, "--trainer.default_root_dir")
             if not continues:
                 refuse_used_folder(self.folder)
         self.datamodule.load(self.trainer.strategy.root_device)
         if self.trainer.world_size > 1:
             self.model.check(self.trainer, self.datamodule)
-        if self.trainer.is_global_zero:  # from here on the folder is this run's
+        if writes:  # from here on the folder is this run's
+            for logger in self.trainer.loggers:
+                if isinstance(logger, CSVLogger):  # warns of a folder that holds files
+                    _ = logger.experiment
             self._results.claim(self.folder)
             if self._job_settings is not None:
                 slurm.leave_note(self.folder, self._job_settings)
+
+
+def _seed(seed_everything: bool | int) -> int:
+    """The seed of a run; `true` leaves it to Lightning, which takes that of the surroundings."""
+    if isinstance(seed_everything, bool):
+        return int(os.environ.get("PL_GLOBAL_SEED", 0))
+    return seed_everything
 
 
 def _workers_wanted(trainer: Namespace) -> int:

@@ -120,5 +120,6 @@ def _quieten() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*LightningCLI's args parameter.*",
         ".*Checkpoint directory .* exists and is not empty.*",
+        ".*No seed found, seed set to 0.*",  # every row holds it
     ):
         warnings.filterwarnings("ignore", message=message)

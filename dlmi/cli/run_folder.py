@@ -10,9 +10,10 @@ from jsonargparse import Namespace
 
 from dlmi.errors import InputError
 from dlmi.rows import results_files
-from dlmi.run.checkpoints import find_checkpoints, previous, read_checkpoint
+from dlmi.run.checkpoints import LAST, find_checkpoints, previous, read_checkpoint
 from dlmi.run.workers import slurm
 
+RUNS = "lightning_logs"  # the folder of run folders
 HERE = "./"  # where run folders go unless told otherwise; nobody else writes it like this
 
 
@@ -26,7 +27,7 @@ def choose_folder(config: Namespace, job_settings: str | None) -> None:
     options: Any = getattr(config.trainer.logger, "init_args", {})
     if config.trainer.default_root_dir is not None and options.get("save_dir") == HERE:
         options.save_dir = str(config.trainer.default_root_dir)
-    runs = Path(options.get("save_dir") or HERE) / (options.get("name") or "")
+    runs = Path(options.get("save_dir") or HERE) / (options.get("name") or RUNS)
     is_new = options.get("version") is None and not config.ckpt_path
     if (
         job_settings
@@ -35,15 +36,42 @@ def choose_folder(config: Namespace, job_settings: str | None) -> None:
         and (earlier := slurm.earlier_folder(runs, job_settings))
     ):
         options.version, config.continue_run = earlier.name, True  # the job was queued again
+    if config.ckpt_path == "last":
+        config.ckpt_path = _newest_checkpoint(runs)
     if config.continue_run and not config.ckpt_path:
         config.ckpt_path = _last_checkpoint(runs, options.get("version"))
+    run = None
     if config.ckpt_path:
         config.continue_run = True
         _check_checkpoint(Path(config.ckpt_path))
-        run = Path(config.ckpt_path).resolve().parents[1]
-        if Path(config.ckpt_path).parent.name == "checkpoints" and options:
-            options.save_dir, options.name = str(run.parent.parent), run.parent.name
-            options.version = run.name
+        if Path(config.ckpt_path).parent.name == "checkpoints":
+            run = Path(config.ckpt_path).resolve().parents[1]
+    if run is not None and options:
+        if Path(options.get("save_dir") or HERE).resolve() != run.parent.parent:
+            options.save_dir = str(run.parent.parent)  # else as it was: callbacks compare its text
+        options.name, options.version = run.parent.name, run.name
+    elif not config.trainer.logger and config.trainer.default_root_dir is None:
+        # A logger names the folder of a run; where there is none, its files would lie about.
+        config.trainer.default_root_dir = str(run or _next_folder(runs))
+
+
+def _next_folder(runs: Path) -> Path:
+    """Where the next run goes, by the count of Lightning's loggers."""
+    counts = [path.name.removeprefix("version_") for path in runs.glob("version_*")]
+    return (
+        runs / f"version_{max((int(count) for count in counts if count.isdigit()), default=-1) + 1}"
+    )
+
+
+def _newest_checkpoint(runs: Path) -> str:
+    """That of the run below a folder that was saved last."""
+    found = sorted(runs.glob(f"**/checkpoints/{LAST}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise InputError(
+            f"Expected a run with a checkpoint below {runs} for `ckpt_path` last, but there is "
+            "none: a run that is done keeps none. Leave it out, or give the checkpoint's file."
+        )
+    return str(found[-1])
 
 
 def _last_checkpoint(runs: Path, version: str | int | None) -> str | None:

@@ -26,9 +26,11 @@ from dlmi.rows import Inversion
 from dlmi.run.budget import Budget
 from dlmi.run.checks import check_settings, check_targets, check_trainer
 from dlmi.run.data import TargetDataModule
+from dlmi.run.folder import run_folder
 from dlmi.run.identity import check_checkpoint, describe_environment, run_identity
 from dlmi.run.resume import Resume, pack_slot
 from dlmi.run.row_building import build_row
+from dlmi.run.scalars import check_early_stopping, evaluation_scalars, publish
 from dlmi.run.slot_pool import SlotPool
 from dlmi.run.workers.strategy import workers_of
 from dlmi.run.workers.workers import Workers
@@ -207,7 +209,7 @@ class Inverter(LightningModule):
             slots=[None] * count,
         )
         self._pool.check_budget(self._targets)
-        self.folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        self.folder = run_folder(self.trainer)
         self.finished, self._finished_ids, self._resume = [], set(), Resume()
         self._solved_groups: set[str | None] = set()
         target_set = fingerprint_targets(self.data.targets)
@@ -272,7 +274,7 @@ class Inverter(LightningModule):
                 total = total + step.loss.to(total)
         if values:
             found = torch.cat([torch.stack(own).to(total) for own in values.values()])
-            self.log("train/loss", found.mean(), batch_size=1)
+            publish(self, {"train/loss": found.mean()}, on_beat=True)
         return total
 
     def on_after_backward(self) -> None:
@@ -312,7 +314,9 @@ class Inverter(LightningModule):
             due = [slot for slot in self.active if self.budget.is_due(slot)]
             if due:
                 self._pool.evaluate(due)
+                publish(self, evaluation_scalars(due, self.active, self.finished))
                 self._tell("on_evaluation", due)
+                check_early_stopping(self.trainer, self)
                 self._pool.lap()
             done = [slot for slot in self.active if self.budget.stop_reason(slot)]
             if not (due or done):

@@ -65,11 +65,25 @@ def test_tensorboard_has_every_curve(logged_run):
         "final/exact_rate",
     }
     assert set(tags["histograms"]) == {"tau_per_position", "entropy_per_position"}
-    assert "slot 0/text_summary" in tags["tensors"]
+    assert "epoch" not in scalars
+    assert {tag for tag in scalars if tag.startswith("targets/")} == {
+        f"targets/{target_id}" for target_id in logged_run[0]
+    }
+    assert "custom_scalars__config__" in tags["tensors"]
+    text = events.Tensors("slot 0/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("| what | text |")
     rows = logged_run[0].values()
     final = events.Scalars("finished/mean_lcs")[-1].value
     assert final == pytest.approx(sum(row.lcs for row in rows) / len(rows))
     assert all(event.value > 0 for event in events.Scalars("train/grad_norm_Z"))
+
+
+def test_at_most_25_targets_have_a_curve_of_their_own(data, fit, tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    made = data(k=(1,), per_k=26)
+    fit(small(), made, logger=logger, callbacks=[TensorBoardDetails()])
+    scalars = EventAccumulator(logger.log_dir).Reload().Tags()["scalars"]
+    assert sum(tag.startswith("targets/") for tag in scalars) == 25
 
 
 def test_hyperparameters_are_those_of_method_run_and_data(logged_run):

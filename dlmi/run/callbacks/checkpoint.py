@@ -12,6 +12,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from rich.console import Console
 
 from dlmi.run.checkpoints import LAST, AtomicCheckpoints, checkpoint_name
+from dlmi.run.folder import is_trial
 from dlmi.run.inverter import Inverter
 
 # Ctrl-C; what a scheduler sends before it kills; what SLURM sends before the time is up.
@@ -82,6 +83,8 @@ class RunCheckpoint(ModelCheckpoint):
         """Save what is unfinished; worker 0's file is where a run of several goes on from."""
         super().on_train_end(trainer, pl_module)
         workers = pl_module.workers
+        if is_trial(trainer):
+            return
         if pl_module.active or (workers.size > 1 and workers.index == 0):
             path = Path(self.dirpath or trainer.default_root_dir) / checkpoint_name(workers.index)
             trainer.save_checkpoint(path, weights_only=False)  # with the slots' moments
@@ -92,7 +95,7 @@ class RunCheckpoint(ModelCheckpoint):
         self._give_signals_back()
         was_stopped = pl_module.active or pl_module.stop_requested
         why = pl_module.workers.ended() or ("stopped" if was_stopped else None)
-        if why and pl_module.unfinished and trainer.is_global_zero:
+        if why and pl_module.unfinished and trainer.is_global_zero and not is_trial(trainer):
             folder = Path(self.dirpath or trainer.default_root_dir)
             text = (
                 f"{why}: {pl_module.unfinished} targets are not finished; those in flight are "

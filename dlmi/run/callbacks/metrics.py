@@ -1,12 +1,11 @@
-"""What TensorBoard shows beside the loss: honest LCS, temperatures, gradients, the text itself."""
+"""What loggers get beside the inverter's own scalars: curves by target, pictures, texts."""
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +16,8 @@ from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
-from dlmi.text import escape_markdown, marked_markdown, token_texts
+from dlmi.run.scalars import publish
+from dlmi.text import escape_markdown, marked_markdown, token_texts, visible
 
 # Means over finished rows. That of the perplexity is geometric: random tokens span magnitudes.
 _MEANS: dict[str, Callable[[Inversion], float | None]] = {
@@ -29,13 +29,28 @@ _MEANS: dict[str, Callable[[Inversion], float | None]] = {
 }
 
 
+# What belongs in one chart, for TensorBoard's page "Custom Scalars"; tags are regular expressions.
+_LAYOUT = {
+    "dlmi": {
+        "LCS, mean of the targets in flight": ["Multiline", ["eval/lcs$", "eval/as_in_code_lcs$"]],
+        "best LCS, mean of all targets begun": ["Multiline", ["eval/best_lcs$"]],
+        "best LCS of each target, by its own steps": ["Multiline", ["targets/.*"]],
+        "loss, relaxed and discrete": ["Multiline", ["train/loss$", "eval/discrete_loss$"]],
+        "targets done": ["Multiline", ["finished/mean_lcs$", "finished/exact_rate$"]],
+    }
+}
+_MOST_CURVES = 25  # more lines in one chart cannot be told apart
+
+
 class TensorBoardDetails(InversionCallback):
-    """Scalars, histograms, texts and final hyperparameter metrics for TensorBoard.
+    """What a run shows beside the scalars of the inverter itself; pictures for TensorBoard alone.
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
-    run, except `best_lcs`, which counts all targets begun; those under `finished/` run over the
-    targets done so far; the axis of `cost/` is token-passes per target, not steps. With several
-    workers those under `finished/` are over all of them, the others are those of worker 0.
+    run, except `best_lcs`, which counts all targets begun. Those under `finished/` run over the
+    targets done so far, `cost/` over token-passes per target, and `targets/ID`, the best LCS of
+    each of the first 25 targets, over the target's own steps; other loggers than TensorBoard, which
+    know one axis, get them at the step of the run. With several workers those under `finished/`
+    are over all of them, the others are those of worker 0.
 
     Args:
         text_every: Evaluations between two texts.
@@ -46,11 +61,18 @@ class TensorBoardDetails(InversionCallback):
         self._evaluations = 0
         self._counted = 0  # rows
         self._means = {name: MeanMetric() for name in _MEANS}
+        self._curves: set[str] = set()  # ids
 
     def setup(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Hyperparameters, so that they are in `hparams.yaml`: Lightning knows no method."""
-        if isinstance(trainer.logger, TensorBoardLogger):
-            trainer.logger.log_hyperparams(_hyperparameters(pl_module))
+        """Hyperparameters, so that loggers have them: Lightning knows no method."""
+        self._curves = {target.id for target in pl_module.data.targets[:_MOST_CURVES]}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(_hyperparameters(pl_module))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """How TensorBoard is to lay out its page of charts."""
+        for logger in _tensorboards(trainer):
+            logger.experiment.add_custom_scalars(_LAYOUT)
 
     def on_before_optimizer_step(  # type: ignore[override]
         self, trainer: Trainer, pl_module: Inverter, optimizer: Optimizer
@@ -64,45 +86,41 @@ class TensorBoardDetails(InversionCallback):
             for name, parameter in slot.params.items():
                 if parameter.grad is not None:
                     norms.setdefault(name, []).append(parameter.grad.norm())
-        for name, values in norms.items():
-            pl_module.log(f"train/grad_norm_{name}", torch.stack(values).mean(), batch_size=1)
+        means = {f"train/grad_norm_{n}": torch.stack(found).mean() for n, found in norms.items()}
+        publish(pl_module, means, on_beat=True)
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
-        """Means over the slots just decoded, histograms of their temperatures, one text."""
-        logger, step = trainer.logger, trainer.global_step
-        if not isinstance(logger, TensorBoardLogger):
-            return
-        latest = [slot.last for slot in slots if slot.last is not None]
-        values: dict[str, list[float]] = {
-            "lcs": [e.lcs for e in latest],
-            "as_in_code_lcs": [e.as_in_code_lcs for e in latest if e.as_in_code_lcs is not None],
-            "discrete_loss": [e.discrete_loss for e in latest],
-            "token_passes": [slot.cost.total for slot in slots],
-            "soft_to_hard_gap": [e.discrete_loss - e.loss for e in latest if e.loss is not None],
-            # Over all targets begun: if those that are done did not count, success would lower it.
-            "best_lcs": [found.lcs for found in module.finished]
-            + [slot.best.lcs for slot in module.active if slot.best is not None],
-        }
+        """Curves with an axis of their own, histograms of the slots just decoded, their texts."""
+        cost = sum(slot.cost.total for slot in slots) // len(slots)
+        best = float(trainer.callback_metrics["eval/best_lcs"])
+        _log_along(trainer, {"cost/best_lcs": best}, cost)
+        for slot in slots:
+            if slot.target.id in self._curves and slot.best is not None:
+                curve = {f"targets/{visible(slot.target.id)}": slot.best.lcs}
+                _log_along(trainer, curve, slot.step)
+        for logger in _tensorboards(trainer):
+            self._show(logger, module.lm, slots, trainer.global_step)
+        self._evaluations += 1
+
+    def _show(self, logger: TensorBoardLogger, lm: FrozenLM, slots: list[Slot], step: int) -> None:
         for name in slots[0].diagnostics:
             positions = torch.cat([slot.diagnostics[name].float().flatten() for slot in slots])
-            values[name] = positions.tolist()
             logger.experiment.add_histogram(f"{name}_per_position", positions.cpu(), step)
-        means = {f"eval/{name}": fmean(found) for name, found in values.items() if found}
-        logger.log_metrics(means, step)
-        cost = sum(slot.cost.total for slot in slots) // len(slots)
-        logger.log_metrics({"cost/best_lcs": means["eval/best_lcs"]}, cost)
         if self._evaluations % self.text_every == 0:
             for slot in slots:
-                text = _slot_markdown(module.lm, slot)
-                logger.experiment.add_text(f"slot {slot.index}", text, step)
-        self._evaluations += 1
+                logger.experiment.add_text(f"slot {slot.index}", _slot_markdown(lm, slot), step)
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Running means over the finished targets, those before a resume included."""
-        if isinstance(trainer.logger, TensorBoardLogger):
-            found = {**self._finished_means(module), "lcs": row.lcs, "steps": row.steps}
-            scalars = {f"finished/{name}": value for name, value in found.items()}
-            trainer.logger.log_metrics(scalars, self._counted)
+        found = {**self._finished_means(module), "lcs": row.lcs, "steps": row.steps}
+        scalars = {f"finished/{name}": value for name, value in found.items()}
+        _log_along(trainer, scalars, self._counted)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
+        """The same means for whoever reads `callback_metrics` after the run."""
+        means = self._finished_means(pl_module)
+        scalars = {f"finished/{name}": mean for name, mean in means.items()}
+        pl_module.log_dict(scalars, logger=False, batch_size=1)
 
     def _finished_means(self, module: Inverter) -> dict[str, float]:
         for row in module.finished[self._counted :]:
@@ -117,11 +135,22 @@ class TensorBoardDetails(InversionCallback):
 
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
         """Hyperparameters with the final metrics."""
-        if pl_module.finished and isinstance(trainer.logger, TensorBoardLogger):
+        for logger in _tensorboards(trainer) if pl_module.finished else ():
             means = self._finished_means(pl_module)
             final = {f"final/{n}": means[n] for n in ("mean_lcs", "exact_rate", "mean_steps")}
-            trainer.logger.log_hyperparams(_hyperparameters(pl_module), final)
-            trainer.logger.save()
+            logger.log_hyperparams(_hyperparameters(pl_module), final)
+            logger.save()
+
+
+def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _log_along(trainer: Trainer, scalars: dict[str, float], place: int) -> None:
+    """Log at a place on an axis of their own, where a logger has one for each curve."""
+    for logger in trainer.loggers:
+        has_axes = isinstance(logger, TensorBoardLogger)
+        logger.log_metrics(scalars, place if has_axes else trainer.global_step)
 
 
 def _hyperparameters(module: Inverter) -> dict[str, Any]:
@@ -149,7 +178,7 @@ def _slot_markdown(lm: FrozenLM, slot: Slot) -> str:
         f"output, LCS {last.lcs:.2f}": marked_markdown(lm, target.ids, last.output_ids),
         f"prompt after {last.step} steps": _escaped(lm, last.prompt_ids),
     }
-    return "| | |\n|---|---|\n" + "\n".join(f"| {k} | {v} |" for k, v in rows.items())
+    return "| what | text |\n|---|---|\n" + "\n".join(f"| {k} | {v} |" for k, v in rows.items())
 
 
 def _escaped(lm: FrozenLM, ids: Sequence[int]) -> str:

@@ -15,6 +15,8 @@ from rich.text import Text
 from dlmi.metrics import lcs_members
 from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
+from dlmi.run.callbacks.results import ResultWriter
+from dlmi.run.folder import is_trial
 from dlmi.run.inverter import Inverter
 from dlmi.targets.questions import HUB_MARK, PACKAGED_QUESTIONS
 from dlmi.targets.sources import Questions
@@ -64,8 +66,8 @@ class InversionProgress(InversionCallback, ProgressBar):
             + (f" on each of {workers} workers" if workers > 1 else ""),
             **_AS_IS,
         )
-        if trainer.loggers:
-            self.console.print(f"results and TensorBoard in {pl_module.folder}", **_AS_IS)
+        if written := _written(trainer):
+            self.console.print(f"{' and '.join(written)} in {pl_module.folder}", **_AS_IS)
         self._started = self._last_line = time.monotonic()
         self._left_at_start = float(len(pl_module.data.targets))
         self._steps, self._shown = 0, len(pl_module.finished)
@@ -161,6 +163,16 @@ class InversionProgress(InversionCallback, ProgressBar):
             f"{self._steps / elapsed:.2f} steps/s{here} · mean LCS {mean} · "
             f"in flight{here} {' '.join(in_flight[:_SHOWN])}{more} · at most {time_left} left"
         )
+
+
+def _written(trainer: Trainer) -> list[str]:
+    """What a run leaves in its folder, by name."""
+    if is_trial(trainer):
+        return []
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    has_rows = any(isinstance(callback, ResultWriter) for callback in callbacks)
+    loggers = [type(logger).__name__.removesuffix("Logger") for logger in trainer.loggers]
+    return [*(["results"] if has_rows else []), *loggers]
 
 
 def _left(module: Inverter) -> float:

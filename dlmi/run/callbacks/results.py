@@ -16,6 +16,7 @@ from dlmi.errors import InputError
 from dlmi.jsonl import append_line, parse_object, rewrite_lines
 from dlmi.rows import RESULTS_FILE, Inversion, read_rows, results_files, results_name
 from dlmi.run.callbacks.base import InversionCallback
+from dlmi.run.folder import is_trial, run_folder
 from dlmi.run.identity import check_row
 from dlmi.run.inverter import Inverter
 
@@ -73,14 +74,16 @@ class ResultWriter(InversionCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """On worker 0, while the others wait: let workers of an earlier part of the run end."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero:
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and not is_trial(trainer):
             self.claim(folder)
             for path in folder.glob(f"{_LOCK}.worker*"):
                 lock_folder(folder, path.name, _ORPHANS_END_WITHIN).lock.release()
 
     def on_train_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
         """Find the file; on worker 0, keep what an earlier part of this run finished."""
+        if is_trial(trainer):
+            return
         folder, worker = pl_module.folder, pl_module.workers.index
         self.path = folder / results_name(worker)
         self._read = {}
