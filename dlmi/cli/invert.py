@@ -12,7 +12,7 @@ from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError, first_line
 from dlmi.invert_text import invert
 from dlmi.invert_text.named_methods import METHOD_NAMES
-from dlmi.invert_text.screen import print_advice, print_found, search_screen, whole_prompt
+from dlmi.invert_text.screen import print_advice, print_found, search_screen
 from dlmi.lm.loading import PACKAGED
 
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
@@ -28,7 +28,7 @@ def invert_command(arguments: list[str]) -> int:
     with search_screen() as show:
         row = invert(text=text, on_progress=show, **options)
     if save is not None:
-        save.write_bytes(whole_prompt(row).encode())
+        save.write_bytes((row.full_text or row.prompt_text).encode())
     if as_json:
         print(row.to_json_line(), end="")
     else:

@@ -118,6 +118,6 @@ def _quieten() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*LightningCLI's args parameter.*",
         ".*Checkpoint directory .* exists and is not empty.*",
-        ".*No seed found, seed set to 0.*",  # every row holds it
+        ".*No seed found, seed set to 0.*",  # every row has the seed
     ):
         warnings.filterwarnings("ignore", message=message)

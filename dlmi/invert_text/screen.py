@@ -31,7 +31,6 @@ def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], N
     handler.emit = lambda record: console.print(record.getMessage(), soft_wrap=True)  # type: ignore[method-assign]
     logger = logging.getLogger("dlmi.invert_text")
     logger.addHandler(handler)
-    level = logger.level
     logger.setLevel(logging.INFO)
     next_line = 0.0
 
@@ -50,7 +49,6 @@ def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], N
             yield show_line
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def _block(progress: Progress) -> Group:
@@ -65,11 +63,9 @@ def _block(progress: Progress) -> Group:
 
 def _state(progress: Progress) -> str:
     left = "" if progress.seconds_left is None else f", at most {clock(progress.seconds_left)} left"
-    copied = own_words(progress.text, progress.prompt_text)
     return (
         f"N={progress.prompt_length}, step {progress.step}, best LCS {progress.lcs:.2f}, "
         f"{clock(progress.seconds)}{left}"
-        + (f", holds the text's own {_listed(copied)}" if copied else "")
     )
 
 
@@ -84,7 +80,7 @@ def print_found(row: Inversion) -> None:
     pasted = "the same" if row.round_trips else f"honest LCS {row.round_trip_lcs:.2f}"
     verdict = "exact" if row.exact else "best effort"
     found = f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, {row.seconds:.1f} s"
-    whole = whole_prompt(row)
+    whole, copied = row.full_text or row.prompt_text, own_words(row.target_text, row.prompt_text)
     lines = {
         "text": Text(repr(row.target_text)),
         "prompt": Text(repr(row.prompt_text), "cyan"),
@@ -95,7 +91,7 @@ def print_found(row: Inversion) -> None:
             '"', _marked(row.target_ids, row.output_ids, row.output_tokens), '"'
         ),
         "when pasted": Text(pasted),
-        "own words": Text(_listed(own_words(row.target_text, row.prompt_text)) or "none"),
+        "own words": Text(visible(", ".join(copied)) or "none"),
         "honest LCS": Text(f"{row.lcs:.2f}, {verdict}", "green" if row.exact else "yellow"),
         "found by": Text(found + (", interrupted" if row.stop_reason == "interrupted" else "")),
     }
@@ -121,11 +117,6 @@ def print_advice(row: Inversion, options: Mapping[str, Any]) -> None:
     console.print("Not found. What to try next:")
     for option, why in tips.items():
         console.print(f"  {visible(option):<28} {why}", soft_wrap=True)
-
-
-def whole_prompt(row: Inversion) -> str:
-    """The text to paste: the prompt with the template around it."""
-    return row.full_text or row.prompt_text
 
 
 def shell_quoted(text: str) -> str:
@@ -158,7 +149,3 @@ def _is_near(word: str, target: str) -> bool:
     shared = SequenceMatcher(None, word, target, autojunk=False).find_longest_match().size
     needed = 3 if len(target) == 3 else max(3, (min(len(word), len(target)) + 1) // 2)
     return word == target or shared >= needed
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(visible(word) for word in words)
