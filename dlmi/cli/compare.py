@@ -22,7 +22,7 @@ from dlmi.run.callbacks.results import lock_folder
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser.of("compare", compare, "--config FILE [options]", {"grid", "beside"})
+    parser = CommandParser.of("compare", compare, "--config FILE [options]", {"grid", "folder"})
     parser.add_argument("-c", "--config", action="config", help="A grid, YAML.")
     parser.add_class_arguments(Grid)
     return parser
@@ -35,12 +35,12 @@ def compare_command(arguments: list[str]) -> int:
             "Expected `--config` to name a grid, but got none. Try configs/compare/small.yaml."
         )
     options = make_parser().read(arguments)
-    beside = Path(str(options.pop("config")[-1])).absolute().parent
+    folder = Path(str(options.pop("config")[-1])).absolute().parent
     grid = Grid(**{field.name: options.pop(field.name) for field in fields(Grid)})
-    return compare(grid, beside, **options)
+    return compare(grid, folder, **options)
 
 
-def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None = None) -> int:
+def compare(grid: Grid, folder: Path, dry_run: bool = False, speed: float | None = None) -> int:
     """Run a grid of methods, prompt lengths and seeds over one set of targets.
 
     Each cell is an ordinary `fit`. The same command continues a comparison that was stopped. Exit
@@ -48,13 +48,13 @@ def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None
 
     Args:
         grid: The comparison.
-        beside: Folder of the grid's file.
+        folder: Folder of the grid's file.
         dry_run: Print the plan and its cost, run nothing.
         speed: Token passes per second, for the plan; default: that of finished cells.
     """
     if speed is not None and not speed > 0:
         raise InputError(f"Expected `--speed` to be positive, but got {speed}.")
-    cells = plan(grid, beside, plan_fit)
+    cells = plan(grid, folder, plan_fit)
     for cell in cells:
         cell.check_unchanged()
     if dry_run:

@@ -25,10 +25,10 @@ COMMANDS = {
     "targets": ("write targets to a file", "targets --out targets.jsonl"),
     "verify": ("decode found prompts again", "verify lightning_logs/version_0"),
     "compare": ("run a grid of methods", "compare --config small"),
-    "score": ("accuracy of prompts on questions", 'score --prompt " Think first."'),
+    "score": ("accuracy on questions", 'score --prompt " Think first."'),
     "report": ("figures, tables and a page", "report lightning_logs --out report"),
     "bench": ("measure the speed here", "bench"),
-    "gradients": ("bias and variance of gradients", "gradients --config small"),
+    "gradients": ("bias, variance of gradients", "gradients --config small"),
     "completion": ("script for Tab completion", "completion"),
 }
 _HELP = """\
@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
-        lines = (f"  {n:<11} {what:<33} python -m dlmi {e}" for n, (what, e) in COMMANDS.items())
+        lines = (f"  {n:<10}  {what:<27}  python -m dlmi {e}" for n, (what, e) in COMMANDS.items())
         print(_HELP.format(commands="\n".join(lines)), end="")
         sys.exit(0 if arguments else 2)
     if command == "--version":

@@ -17,12 +17,17 @@ _LOOK_SECONDS = 10  # between two checks for new rows
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser.of("report", report, "RUNS... --out DIR [options]", {"runs"})
+    parser = CommandParser.of("report", report, "RUNS... --out DIR [options]", {"runs", "watch"})
     parser.add_argument(
         "runs",
         type=Path,
         nargs="+",
         help="Folders with a results.jsonl or a gradients.jsonl somewhere below, or such files.",
+    )
+    parser.add_argument(  # takes no value, so that RUNS may follow
+        "--watch",
+        action="store_true",
+        help="Write everything again as rows come, until Ctrl-C; the page reloads itself.",
     )
     return parser
 
@@ -39,7 +44,7 @@ def report(
         out: Folder to write; must be new or empty.
         steps: Steps at which runs are compared, such as [256,2048]. Default: those of the
             comparison, else the end of the run.
-        watch: Write everything again as rows come, until Ctrl-C; the page reloads itself.
+        watch: Whether to write again as rows come.
     """
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"Expected `--out` to be a new or empty folder, but {out} is not empty.")

@@ -142,8 +142,8 @@ def _recorded(rows: Sequence[Inversion], given: set[str]) -> dict[str, Any]:
         for name in values.keys() - given:
             if found.setdefault(name, values[name]) != values[name]:
                 raise InputError(
-                    f"Expected `--{name}` to be given, since the rows have {found[name]!r} and "
-                    f"{values[name]!r}, but it is not."
+                    f"Expected `--{name}` to be given with rows that differ in it, but it is not "
+                    f"({found[name]!r} and {values[name]!r})."
                 )
     return found
 

@@ -40,6 +40,16 @@ _MOST_COPIES = 3  # of the text, as a trivial prompt
 _log = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Replace the names of `fit`'s options in errors by the arguments of `invert`."""
+    try:
+        yield
+    except InputError as error:
+        line = re.sub(r"`data\.targets\.texts(?:\[0\])?", "`text", str(error))
+        raise InputError(re.sub(r"`(?:model\.method|model|data)\.(?=\w)", "`", line)) from error
+
+
 @overload
 def invert(lm: Any, text: str, **options: Any) -> Inversion: ...
 
@@ -48,7 +58,8 @@ def invert(lm: Any, text: str, **options: Any) -> Inversion: ...
 def invert(lm: Any, text: Sequence[str], **options: Any) -> list[Inversion]: ...
 
 
-def invert(  # type: ignore[misc]  # the options stand here alone
+@_own_names()  # type: ignore[misc]  # the overloads do not repeat the options
+def invert(
     lm: FrozenLM | str | tuple[Any, Any],
     text: str | Sequence[str],
     *,
@@ -112,52 +123,51 @@ def invert(  # type: ignore[misc]  # the options stand here alone
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
     lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
-    with _own_names():
-        check_at_least_one("model", prompt_length=lengths[0], steps=steps, restarts=restarts)
-        check_positive("model", seconds=1.0 if seconds is None else seconds)
-        check_allowed_tokens(allowed_tokens)
-        around = find_template(template, chat, "`template`")
-        if around is not None and around.fields:
-            raise InputError(
-                f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}}"
-                " is a field. `fit` fills fields, from a targets file."
+    check_at_least_one("model", prompt_length=lengths[0], steps=steps, restarts=restarts)
+    check_positive("model", seconds=1.0 if seconds is None else seconds)
+    check_allowed_tokens(allowed_tokens)
+    around = find_template(template, chat, "`template`")
+    if around is not None and around.fields:
+        raise InputError(
+            f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}}"
+            " is a field. `fit` fills fields, from a targets file."
+        )
+    asked, eval_every = named_method(method, options or {})
+    lm = _as_frozen_lm(lm, dtype)
+    targets = texts_to_targets(lm, texts, around)
+    for target in targets:
+        _log.info(_about_copying(lm, target))
+    if lm.max_positions is not None:  # those that fit; the shortest in any case
+        room = lm.max_positions - max(target.longest_row(0) for target in targets)
+        lengths = tuple(n for n in lengths if n < room) or lengths[:1]
+    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+    with watch.stop_on_ctrl_c():
+        for index, length in enumerate(lengths):
+            left = watch.seconds_left
+            solved = {group for group, row in watch.found.items() if row.exact}
+            if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
+                break
+            starts = [  # targets of one group, with noise of their own
+                dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
+                for start in range(restarts)
+                for target in targets
+                if target.id not in solved
+            ]
+            inverter = Inverter(
+                asked,
+                prompt_length=length,
+                steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                eval_every=eval_every,
+                prompt_bos=prompt_bos,
+                allowed_tokens=allowed_tokens,
+                forbid_target_tokens=forbid_target_tokens,
+                fluency=fluency,
+                pass_dtype=pass_dtype,
+                seed=seed,
             )
-        asked, eval_every = named_method(method, options or {})
-        lm = _as_frozen_lm(lm, dtype)
-        targets = texts_to_targets(lm, texts, around)
-        for target in targets:
-            _log.info(_about_copying(lm, target))
-        if lm.max_positions is not None:  # those that fit; the shortest in any case
-            room = lm.max_positions - max(target.longest_row(0) for target in targets)
-            lengths = tuple(n for n in lengths if n < room) or lengths[:1]
-        watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
-        with watch.stop_on_ctrl_c():
-            for index, length in enumerate(lengths):
-                left = watch.seconds_left
-                solved = {group for group, row in watch.found.items() if row.exact}
-                if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
-                    break
-                starts = [  # targets of one group, with noise of their own
-                    dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
-                    for start in range(restarts)
-                    for target in targets
-                    if target.id not in solved
-                ]
-                inverter = Inverter(
-                    asked,
-                    prompt_length=length,
-                    steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
-                    eval_every=eval_every,
-                    prompt_bos=prompt_bos,
-                    allowed_tokens=allowed_tokens,
-                    forbid_target_tokens=forbid_target_tokens,
-                    fluency=fluency,
-                    pass_dtype=pass_dtype,
-                    seed=seed,
-                )
-                data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-                share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
-                run_quietly(inverter, data, [watch], share)
+            data = TargetDataModule.of(lm, starts, batch_size=len(starts))
+            share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
+            run_quietly(inverter, data, [watch], share)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
 
@@ -173,16 +183,6 @@ def _about_copying(lm: FrozenLM, target: Target) -> str:
                 times = "" if copies == 1 else f", {copies} times over,"
                 return f"the text itself{times} works as a prompt; looking for another"
     return f"the text itself, up to {_MOST_COPIES} times over, does not work as a prompt"
-
-
-@contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """Replace the names of `fit`'s options in errors by the arguments of `invert`."""
-    try:
-        yield
-    except InputError as error:
-        line = re.sub(r"`data\.targets\.texts(?:\[0\])?", "`text", str(error))
-        raise InputError(re.sub(r"`(?:model\.method|model|data)\.(?=\w)", "`", line)) from error
 
 
 def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
