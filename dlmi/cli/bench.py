@@ -98,17 +98,15 @@ def bench(
 def _seconds(line: StepTimes) -> list[object]:
     times = line.seconds, line.floor_seconds, line.textbook_seconds
     ratios = line.ratios()["step / floor"], line.ratios()["textbook / step"]
-    return [*_shape(line), *(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios)]
+    cells = *(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios)
+    return [line.prompt_length, line.target_length, line.samples, *cells]
 
 
 def _memory(line: StepTimes) -> list[object]:
     peaks = line.peak_bytes, line.floor_peak_bytes, line.textbook_peak_bytes
     speed = f"{line.token_passes_per_second:.0f}", f"{line.matmul_share:.0%}"
-    return [*_shape(line), *(f"{p / 1e6:.0f}" for p in peaks), *speed]
-
-
-def _shape(line: StepTimes) -> tuple[int, int, int]:
-    return line.prompt_length, line.target_length, line.samples
+    cells = *(f"{p / 1e6:.0f}" for p in peaks), *speed
+    return [line.prompt_length, line.target_length, line.samples, *cells]
 
 
 def _search(line: SearchTimes) -> list[object]:
