@@ -1,6 +1,6 @@
 """Find the prompt that makes a frozen language model say exactly this.
 
-The public names are imported when they are first used: `import dlmi` alone loads no torch.
+Public names are imported when they are first used: `import dlmi` does not import torch.
 """
 
 import importlib
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlmi.version import __version__
 
-if TYPE_CHECKING:  # for readers of types only: at run time `__getattr__` imports them
+if TYPE_CHECKING:  # at run time `__getattr__` imports them
     from dlmi.errors import InputError as InputError
     from dlmi.invert_text import Progress as Progress
     from dlmi.invert_text import invert as invert

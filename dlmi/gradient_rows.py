@@ -12,16 +12,10 @@ FILE_NAME = "gradients.jsonl"
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number with its 95% confidence interval.
+    """A number with its 95% confidence interval."""
 
-    Attributes:
-        value: The number; None where it is not defined or the noise hides it.
-        low: Lower end; None for no bound.
-        high: Upper end; None for no bound.
-    """
-
-    value: float | None
-    low: float | None
+    value: float | None  # None where it is not defined or hidden by noise
+    low: float | None  # None without a bound
     high: float | None
 
 
@@ -30,10 +24,9 @@ UNDEFINED = Statistic(None, None, None)
 
 @dataclass(frozen=True)
 class GradientRow:
-    """What an estimator's gradient of Z is like at one state of one run.
+    """Statistics of an estimator's gradient with respect to Z at one state of one run.
 
-    Every statistic has `value`, `low` and `high`, the ends of a 95% interval over draws (and over
-    the truth's blocks); each is None where it is not defined or where the noise hides it.
+    The intervals of statistics are over draws (and over the truth's blocks).
 
     Attributes:
         estimator: Label of the measured estimator.
@@ -42,7 +35,7 @@ class GradientRow:
         step: Optimisation steps taken before the state.
         prompt_length: N.
         target_length: M.
-        num_samples: Samples that one draw is the mean of, S.
+        num_samples: Samples per draw, S.
         draws: Draws measured.
         tau: Mean over positions of the estimator's temperature; None for the score function.
         truth: How the true gradient was found: `kind`, `samples` (prompts it took), `blocks`,
@@ -50,8 +43,8 @@ class GradientRow:
             those). None where no truth was due at this step. The kind `as_in_code` is the DLMI
             authors' reference, which is not the true gradient.
         variance_max: The largest variance of a logit over the draws, as in the paper.
-        bias_max: The largest |mean of the draws - truth| of a logit, as in the paper; not freed of
-            noise, which alone makes about sqrt(variance_max / draws).
+        bias_max: The largest |mean of the draws - truth| of a logit, as in the paper; includes
+            noise of about sqrt(variance_max / draws).
         relative_variance: Sum of the variances over the squared norm of the mean.
         snr: Norm of the mean over the root of the summed variances.
         cosine: Between the mean and the truth; noise may carry it beyond 1.
@@ -93,7 +86,7 @@ class GradientRow:
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        """What tells the rows of a file apart."""
+        """Identifies a row in its file."""
         return (self.estimator, self.trajectory, self.target_id, self.seed, self.step)
 
     def to_json_line(self) -> str:
@@ -102,7 +95,7 @@ class GradientRow:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "GradientRow":
-        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        """The inverse of `to_json_line`; raises `InputError` for a wrong type."""
         made = build(cls, row)
         if made.truth is not None and not isinstance(made.truth.get("kind"), str):
             raise InputError("`truth`: `kind` is missing")
@@ -114,14 +107,7 @@ STATISTICS = tuple(field.name for field in fields(GradientRow) if field.type is 
 
 
 def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
-    """The rows of a file that can be read, and a note for every line that cannot.
-
-    Args:
-        path: The file, or the run folder that holds it.
-
-    Returns:
-        The rows, and notes such as `gradients.jsonl, line 7`.
-    """
+    """The valid rows of a file or run folder, and a note for each other line: `FILE, line 7`."""
     if path.is_dir():
         path = path / FILE_NAME
     try:
@@ -137,7 +123,4 @@ def read_gradient_rows(path: Path) -> tuple[list[GradientRow], list[str]]:
 def refuse_used_file(path: Path) -> None:
     """Raise `InputError` if gradients were already written there."""
     if path.exists():
-        raise InputError(
-            f"Expected a folder without a {FILE_NAME}, but {path} exists. Choose another folder, "
-            "or move the file away."
-        )
+        raise InputError(f"Expected a folder without a {FILE_NAME}, but {path} exists.")

@@ -1,4 +1,4 @@
-"""Files of JSON lines that anyone may have written: every value is checked before it is used."""
+"""Reads and writes JSON lines; since files may come from anyone, every value is checked."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ import msgspec
 
 from dlmi.errors import InputError, RunStopped
 
-_LARGEST_INTEGER = 2**63  # what a tensor and every reader of JSON can hold
-_DEEPEST = 16  # lists within lists; Python's own limit ends in a crash
+_LARGEST_INTEGER = 2**63  # of a tensor
+_DEEPEST = 16  # lists within lists
 
 _T = TypeVar("_T")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, those without content left out.
+    """The lines of a file that are not blank, with their numbers.
 
-    Only a newline ends a line: JSON may hold any other separator (U+2028, form feed) as text.
+    Only a newline ends a line: JSON may contain other separators (U+2028, form feed) as text.
     """
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
@@ -27,11 +27,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """One JSON object.
-
-    Raises:
-        InputError: For anything else, however it is broken.
-    """
+    """The JSON object on a line; raises `InputError` for anything else."""
     try:
         value = msgspec.json.decode(line)
         _check_limits(value)
@@ -49,7 +45,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 def read_objects(
     path: Path, make: Callable[[dict[str, Any]], _T]
 ) -> Iterator[tuple[int, _T | InputError]]:
-    """What each line makes, with its number; where that is nothing, why not."""
+    """What `make` returns for each line, or its `InputError`, with the number of the line."""
     for number, line in read_lines(path):
         try:
             yield number, make(parse_object(line))
@@ -58,7 +54,7 @@ def read_objects(
 
 
 def _check_limits(value: Any, depth: int = 0) -> None:
-    """Raise `InputError` for what is JSON but more than other readers can hold."""
+    """Raise `InputError` for deep nesting and for large integers."""
     if isinstance(value, dict | list):
         if depth == _DEEPEST:
             raise InputError("it is nested too deeply")
@@ -69,8 +65,8 @@ def _check_limits(value: Any, depth: int = 0) -> None:
 
 
 def read_json_file(path: Path) -> dict[str, Any] | None:
-    """The JSON object that is a file's content; None where there is no such file."""
-    if not path.is_file():  # a pipe by that name would be waited for without end
+    """The JSON object in a file; None if there is no file or another content."""
+    if not path.is_file():  # reading a pipe would block
         return None
     try:
         return parse_object(path.read_bytes())
@@ -79,13 +75,9 @@ def read_json_file(path: Path) -> dict[str, Any] | None:
 
 
 def build(kind: type[_T], row: dict[str, Any]) -> _T:
-    """A dataclass from a JSON object, each field of the type that it is declared with.
+    """A dataclass from a JSON object; raises `InputError` for a missing field or a wrong type.
 
-    Lists become tuples where those are declared, and whole numbers floats. Further keys are
-    ignored.
-
-    Raises:
-        InputError: Where a field is missing or of another type.
+    Lists become tuples, and integers floats, where these are declared. Other keys are ignored.
     """
     try:
         return msgspec.convert(row, kind)
@@ -100,22 +92,14 @@ def to_line(row: Any) -> str:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line and wait until it is on the disk; a line that does not fit leaves no trace.
-
-    Raises:
-        RunStopped: If it cannot be written.
-    """
+    """Append a line and sync it; if that fails, restore the file and raise `RunStopped`."""
     size = path.stat().st_size if path.exists() else 0
     with _or_stop(path, lambda: os.truncate(path, size)):
         _write(path, "a", [line])
 
 
 def rewrite_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file by these lines, in one step: a crash leaves the old or the new file.
-
-    Raises:
-        RunStopped: If it cannot be written.
-    """
+    """Replace a file atomically by these lines; raises `RunStopped` if it fails."""
     scratch = path.with_name(f"{path.name}.tmp")
     with _or_stop(path, scratch.unlink):
         _write(scratch, "w", lines)
@@ -137,6 +121,6 @@ def _or_stop(path: Path, undo: Callable[[], None]) -> Iterator[None]:
         with contextlib.suppress(OSError):
             undo()
         raise RunStopped(
-            f"{path} could not be written ({error.strerror}). What it held before is whole: make "
+            f"{path} could not be written ({error.strerror}). Its earlier content is intact: make "
             "room, then resume the run."
         ) from error

@@ -1,7 +1,4 @@
-"""How close an output came to its target, and what the prompt shares with it.
-
-Each measure is a plain function of token ids or log-probabilities.
-"""
+"""Measures of outputs and prompts, as functions of token ids or log-probabilities."""
 
 import math
 import statistics
@@ -36,7 +33,7 @@ def lcs_members(target_ids: Sequence[int], output_ids: Sequence[int]) -> list[bo
 
 
 def lcs_ratio(target_ids: Sequence[int], output_ids: Sequence[int]) -> float:
-    """LCS over the target's length: 1 means that the whole target was said in order.
+    """Length of the LCS over that of the target; 1 if all of the target is there, in order.
 
     >>> lcs_ratio([1, 2, 3, 4], [2, 4, 3])
     0.5
@@ -47,7 +44,7 @@ def lcs_ratio(target_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 
 def overlap_ratio(prompt_ids: Sequence[int], target_ids: Sequence[int]) -> float:
-    """Share of prompt positions that hold some token of the target.
+    """Share of prompt positions with a token of the target.
 
     >>> overlap_ratio([5, 5, 7, 8], [5, 6])
     0.5

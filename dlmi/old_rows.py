@@ -1,4 +1,4 @@
-"""Result rows of any age, made into what rows are now."""
+"""Converts result rows of earlier versions."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ EXAMPLES = ("examples", "held_out")
 
 
 def upgrade(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of any age as rows are written now; what is no row stays as it is.
+    """A row of any version in the present format.
 
-    Rows had no `metrics`; a context was a `frame` of `slots`; and the search after a relaxation
-    was part of the relaxation's settings.
+    Earlier rows have no `metrics`; a context is a `frame` of `slots`; and the search after a
+    relaxation is part of the relaxation's settings.
     """
     if "metrics" in row:
         return row
@@ -48,7 +48,7 @@ def with_context(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refined(method: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Method and settings of a relaxation that a search has followed; nothing for any other."""
+    """`method` and `settings` of a relaxation that was followed by a search; else nothing."""
     after = settings.get("refine_after", 1.0)
     if not isinstance(after, int | float) or after >= 1:
         return {}
@@ -65,9 +65,9 @@ def _refined(method: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, or a point of its trace, with NaN for null where a number may be none.
+    """A row, or a point of its trace, with NaN for null in columns that may be NaN.
 
-    JSON has no word for such numbers.
+    JSON has no NaN.
     """
 
     def numbers(value: Any) -> Any:
@@ -78,15 +78,13 @@ def nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
         return math.nan if value is None else value
 
     made = {name: numbers(row[name]) for name in _MAY_BE_NAN if name in row}
-    return {
-        **row,
-        **made,
-        **({"trace": each(nan_for_null, row["trace"])} if "trace" in row else {}),
-    }
+    if "trace" in row:
+        made["trace"] = each(nan_for_null, row["trace"])
+    return {**row, **made}
 
 
 def each(change: Callable[[dict[str, Any]], dict[str, Any]], value: Any) -> Any:
-    """A list with its objects changed; anything else as it is."""
+    """A list with its objects changed; any other value as it is."""
     if not isinstance(value, list):
         return value
     return [change(item) if isinstance(item, dict) else item for item in value]

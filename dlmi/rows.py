@@ -1,4 +1,4 @@
-"""The result row: one self-contained JSON line per target."""
+"""The result row of a target, and files of rows."""
 
 import contextlib
 import re
@@ -26,52 +26,34 @@ FORMS = ("best_so_far", "argmax", "softmax", "gumbel_sample", "best_of_8_samples
 
 @dataclass(frozen=True)
 class TracePoint:
-    """How a target stood at one evaluation.
+    """The state of a target at one evaluation."""
 
-    Attributes:
-        step: Optimisation steps before it.
-        lcs: Honest LCS ratio of the discrete prompt of that moment (not the best so far).
-        discrete_loss: Teacher-forced cross-entropy of the target after that prompt; may be NaN.
-        loss: Training loss of the step before; None at step 0.
-        as_in_code_lcs: LCS of the relaxed prompt under the training decode; None at step 0.
-        seconds: Wall time spent in the slot so far.
-        token_passes: Cost so far.
-        means: The method's diagnostics, such as `tau`, averaged over positions.
-    """
-
-    step: int
-    lcs: float
-    discrete_loss: float
-    loss: float | None
-    as_in_code_lcs: float | None
-    seconds: float
-    token_passes: int
-    means: dict[str, float]
+    step: int  # optimisation steps before it
+    lcs: float  # honest LCS ratio of the discrete prompt at that step, not of the best so far
+    discrete_loss: float  # teacher-forced cross-entropy of the target after it; may be NaN
+    loss: float | None  # training loss of the step before; None at step 0
+    as_in_code_lcs: float | None  # of the relaxed prompt under the training decode
+    seconds: float  # wall time in the slot so far
+    token_passes: int  # cost so far
+    means: dict[str, float]  # diagnostics of the method, such as `tau`, averaged over positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleResult(Example):
-    """An example, and how a shared prompt did on it.
+    """An example, and the result of a shared prompt on it."""
 
-    Attributes:
-        full_text: The whole prompt: what one pastes.
-        output_ids: What the LM says to it, greedily.
-        reasoning_ids: What the LM wrote before that, where it was to reason first.
-        reasoning_text: The same as text; the trigger, which is in `context`, comes after it.
-    """
-
-    full_text: str
-    output_ids: tuple[int, ...]
+    full_text: str  # the whole prompt
+    output_ids: tuple[int, ...]  # what the LM says to it, greedily
     output_text: str
     lcs: float
     exact: bool
-    reasoning_ids: tuple[int, ...] = ()
+    reasoning_ids: tuple[int, ...] = ()  # what the LM wrote before the trigger, if it reasons
     reasoning_text: str = ""
 
 
 @dataclass(frozen=True)
 class Inversion:
-    """What came of one target.
+    """The result of one target.
 
     Attributes:
         k: Difficulty of the target, where it was generated.
@@ -80,8 +62,8 @@ class Inversion:
         output_text: What the LM says to `prompt_ids`, greedily.
         lcs: Honest LCS ratio: discrete prompt, free greedy decode.
         as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
-            the authors' public code logs it. Not comparable with `lcs`. Tokens that a search has
-            not read, as they are beyond its horizon, count as wrong.
+            the authors' public code logs it. Not comparable with `lcs`. Tokens beyond the horizon
+            of a search count as wrong.
         exact: Whether the output is the target, token for token.
         round_trips: Whether `prompt_text` encodes to `prompt_ids` again, in a template the whole.
         round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
@@ -92,16 +74,16 @@ class Inversion:
         discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
         best_step: Steps after which the best prompt was found.
         stop_reason: `solved`, `budget`, `failed` or `interrupted`.
-        seconds: Wall time that the target spent in its slot, beside its batch mates.
+        seconds: Wall time of the target in its slot, together with the rest of its batch.
         forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
         backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
             methods are compared by.
         seed: Of the run; with `target_id` it fixes the noise.
-        settings: All arguments of the method and of the run; those of a method that another one
-            wraps are below a key of their own, with its name as `method`.
+        settings: All arguments of the method and of the run; those of a wrapped method are below
+            a key of their own, with its name as `method`.
         revision: Commit, wheel version or hash of the LM.
         fingerprint: Hash over the head of each of the LM's weights.
-        versions: Of the packages that matter, and of Python.
+        versions: Of Python and of important packages.
         target_set: Hash of all targets of the run, ids and tokens.
         prompt_tokens: The text of each token of `prompt_ids` alone.
         lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.scoring.prompt_forms`), at
@@ -112,12 +94,11 @@ class Inversion:
         diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
         context: In a template, the fixed tokens around the prompt and the template itself.
         full_ids: In a template, the whole prompt, fixed and learned.
-        full_text: The same as text: what one pastes.
+        full_text: The same as text.
         examples: Of a shared prompt, each example that was evaluated; `target_ids` and `output_ids`
             are theirs, one after the other, `lcs` is their mean, and `exact` means all of them.
         held_out: The same of examples that were not learned from.
-        metrics: Measures of the prompt and its output by name, some of them columns too; None
-            where one is not defined.
+        metrics: Measures of the prompt and its output by name; None where one is not defined.
     """
 
     target_id: str
@@ -170,11 +151,11 @@ class Inversion:
     metrics: dict[str, float | None] = field(default_factory=dict)
 
     def to_json_line(self) -> str:
-        """One line of `results.jsonl`; numbers that are not finite are null there."""
+        """One line of `results.jsonl`, with null for numbers that are not finite."""
         return to_line(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: output tokens outside the LCS are struck out."""
+        """A table for notebooks; output tokens outside the LCS are struck out."""
         members = lcs_members(self.target_ids, self.output_ids)
         pasted = "the same" if self.round_trips else f"LCS {self.round_trip_lcs:.2f}"
         found_by = f"{self.method}, N={len(self.prompt_ids)}, {self.seconds:.1f} s"
@@ -191,33 +172,33 @@ class Inversion:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Inversion":
-        """The inverse of `to_json_line`; `InputError` where a value is of another type."""
+        """The inverse of `to_json_line`; raises `InputError` for a wrong type."""
         return build(cls, nan_for_null(upgrade(row)))
 
 
 def results_name(worker: int) -> str:
-    """Name of a worker's file; all are merged into worker 0's when the last one ends."""
+    """Name of a worker's file; the last worker merges all into that of worker 0."""
     return f"results.worker{worker}.jsonl" if worker else RESULTS_FILE
 
 
 def results_files(folder: Path) -> list[Path]:
-    """All files of rows in a run's folder, worker 0 first; earlier versions said `rank`."""
+    """All files of rows in a run's folder, worker 0 first; earlier versions named them `rank`."""
     others = [*folder.glob("results.worker*.jsonl"), *folder.glob("results.rank*.jsonl")]
     return [*folder.glob(RESULTS_FILE), *sorted(others)]
 
 
 def count_finished(folder: Path) -> int:
-    """How many whole rows of targets that are done with a run's folder holds."""
+    """The number of finished targets in a run's folder."""
     count = 0
     for path in results_files(folder):
         with contextlib.suppress(OSError):
-            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is cut off
+            lines = path.read_bytes().split(b"\n")[:-1]  # the last line may be incomplete
             count += sum(_INTERRUPTED.search(line) is None for line in lines)
     return count
 
 
 def best_of_each(rows: Iterable[Inversion]) -> list[Inversion]:
-    """One row per target: a finished one before an interrupted one, a later before an earlier."""
+    """One row per target: the last finished one, else the first interrupted one."""
     kept: dict[str, Inversion] = {}
     for row in rows:
         if row.stop_reason != "interrupted" or row.target_id not in kept:
@@ -226,11 +207,9 @@ def best_of_each(rows: Iterable[Inversion]) -> list[Inversion]:
 
 
 def read_rows(path: Path, tolerate_cut: bool = False) -> list[Inversion]:
-    """All rows of a results file.
+    """All rows of a results file, or of a run folder.
 
-    Args:
-        path: The file, or the run folder that holds it, or those of several workers.
-        tolerate_cut: Ignore a last line that was only half written when the run was killed.
+    With `tolerate_cut`, a last line that is incomplete because the run was killed is ignored.
     """
     if path.is_dir():
         files = results_files(path) or [path / RESULTS_FILE]

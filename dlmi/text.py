@@ -1,7 +1,4 @@
-"""Model text made safe and legible for a terminal or a page.
-
-Models say anything, escape codes and markup included, so nothing they say is shown raw.
-"""
+"""Makes text of models safe for a terminal or a page: it may hold escape codes and markup."""
 
 import html
 import unicodedata
@@ -14,14 +11,14 @@ _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 class Decoder(Protocol):
-    """What knows the text of tokens, such as an LM."""
+    """Decodes tokens, as an LM does."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """The text of token ids."""
 
 
 def visible(text: str) -> str:
-    r"""Text on one line, with control, format and bidi characters spelled out.
+    r"""Text on one line, with control, format and bidi characters escaped.
 
     >>> visible("a\nb\x1b[31m")
     'a⏎b\\x1b[31m'
@@ -50,12 +47,12 @@ def clock(seconds: float) -> str:
 
 
 def token_texts(lm: Decoder, ids: Sequence[int]) -> list[str]:
-    """The text of each token alone, visible."""
+    """The visible text of each token alone."""
     return [visible(lm.decode([token_id])) for token_id in ids]
 
 
 def marked_markdown(lm: Decoder, target_ids: Sequence[int], output_ids: Sequence[int]) -> str:
-    """An output for a Markdown page: what belongs to the LCS plain, the rest bold in brackets."""
+    """An output in Markdown; tokens outside the LCS are bold and in brackets."""
     members = lcs_members(target_ids, output_ids)
     tokens = zip(token_texts(lm, output_ids), members, strict=True)
     return "".join(
@@ -65,7 +62,7 @@ def marked_markdown(lm: Decoder, target_ids: Sequence[int], output_ids: Sequence
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown (and the HTML it becomes) shows as it is.
+    """Text escaped for Markdown and the HTML that it becomes.
 
     >>> escape_markdown("<b>|*")
     '&#60;b&#62;&#124;&#42;'
@@ -74,7 +71,7 @@ def escape_markdown(text: str) -> str:
 
 
 def html_code(text: str) -> str:
-    """Text for a page, as it is.
+    """Text as HTML.
 
     >>> html_code("<b>")
     '<code style="white-space:pre-wrap">&lt;b&gt;</code>'
@@ -83,12 +80,7 @@ def html_code(text: str) -> str:
 
 
 def marked_html(tokens: Sequence[str], members: Sequence[bool]) -> str:
-    """Tokens for a page, those that are wrong struck out in red.
-
-    Args:
-        tokens: The text of each.
-        members: Whether it is right.
-    """
+    """Tokens as HTML; those that are not `members` of the LCS are struck out in red."""
     return "".join(
         html_code(token) if is_member else f'<del style="color:#b00020">{html_code(token)}</del>'
         for token, is_member in zip(tokens, members, strict=True)
@@ -96,7 +88,7 @@ def marked_html(tokens: Sequence[str], members: Sequence[bool]) -> str:
 
 
 def html_table(cells: Mapping[str, str]) -> str:
-    """A small table for notebooks: a name and a cell, which is HTML already, a line."""
+    """A table for notebooks: a name and a cell, which is HTML, in each row."""
     lines = (
         f'<tr><th style="text-align:left">{html.escape(name)}</th>'
         f'<td style="text-align:left">{cell}</td></tr>'

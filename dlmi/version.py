@@ -1,3 +1,3 @@
-"""The version of the package, alone so that the build can read it without importing torch."""
+"""The version of the package; the build reads it without importing anything else."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m dlmi bench`: three small tables and a JSON file."""
+"""`python -m dlmi bench`: the speed and memory of steps, as tables and a JSON file."""
 
 import dataclasses
 import json
@@ -24,9 +24,9 @@ from dlmi.text import visible
 
 _LEGEND = """\
 Steps of DLMI on one target: N prompt tokens, M target tokens, S samples.
-floor: what nobody can leave out, the LM's forward and backward pass and the two
-products with the embedding matrix.
-textbook: the method as a plain script has it, in a process of its own.
+floor: what no implementation can leave out, the LM's forward and backward pass and
+the two products with the embedding matrix.
+textbook: a plain implementation of the method, in a process of its own.
 """
 _SECONDS = ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step")
 _MEMORY = ("N", "M", "S", "this tool", "LM's pass", "textbook", "token-passes/s", "of matmul speed")
@@ -43,8 +43,8 @@ def bench(
 ) -> int:
     """Time an optimisation step against its floor and against a textbook implementation.
 
-    The floor is the LM's own passes and the two products with E. All three run in turn, in one
-    run. Beside it a search, alone and with others. Run it on a machine that does nothing else.
+    The floor is the LM's own passes and the two products with E. The three take turns. A search
+    is timed too, with one slot and with several. Run it on an idle machine.
 
     Args:
         lm: As in `fit`.
@@ -95,20 +95,20 @@ def bench(
     return 0
 
 
-def _seconds(line: StepTimes) -> tuple[object, ...]:
+def _seconds(line: StepTimes) -> list[object]:
     times = line.seconds, line.floor_seconds, line.textbook_seconds
     ratios = line.ratios()["step / floor"], line.ratios()["textbook / step"]
-    cells = (*(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios))
-    return line.prompt_length, line.target_length, line.samples, *cells
+    cells = *(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios)
+    return [line.prompt_length, line.target_length, line.samples, *cells]
 
 
-def _memory(line: StepTimes) -> tuple[object, ...]:
+def _memory(line: StepTimes) -> list[object]:
     peaks = line.peak_bytes, line.floor_peak_bytes, line.textbook_peak_bytes
-    cells = (*(f"{p / 1e6:.0f}" for p in peaks), f"{line.token_passes_per_second:.0f}")
-    share = f"{line.matmul_share:.0%}"
-    return line.prompt_length, line.target_length, line.samples, *cells, share
+    speed = f"{line.token_passes_per_second:.0f}", f"{line.matmul_share:.0%}"
+    cells = *(f"{p / 1e6:.0f}" for p in peaks), *speed
+    return [line.prompt_length, line.target_length, line.samples, *cells]
 
 
-def _search(line: SearchTimes) -> tuple[object, ...]:
+def _search(line: SearchTimes) -> list[object]:
     cells = f"{line.token_passes:.0f}", f"{line.microseconds_per_token_pass:.0f}"
-    return line.prompt_length, line.target_length, line.slots, f"{line.seconds:.3g}", *cells
+    return [line.prompt_length, line.target_length, line.slots, f"{line.seconds:.3g}", *cells]

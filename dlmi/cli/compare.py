@@ -1,4 +1,4 @@
-"""`python -m dlmi compare`: plan, run what is missing, show how it goes and what came of it."""
+"""`python -m dlmi compare`: run a grid of methods and print a table."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,38 +22,39 @@ from dlmi.run.callbacks.results import lock_folder
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser.of("compare", compare, "--config FILE [options]", {"grid", "beside"})
+    parser = CommandParser.of("compare", compare, "--config FILE [options]", {"grid", "folder"})
     parser.add_argument("-c", "--config", action="config", help="A grid, YAML.")
     parser.add_class_arguments(Grid)
     return parser
 
 
 def compare_command(arguments: list[str]) -> int:
-    """Run a grid; exit code 1 where cells failed."""
+    """Read the grid and run it; returns the exit code."""
     if not {"-c", "--config", "-h", "--help"} & {word.partition("=")[0] for word in arguments}:
         raise InputError(
             "Expected `--config` to name a grid, but got none. Try configs/compare/small.yaml."
         )
     options = make_parser().read(arguments)
-    beside = Path(str(options.pop("config")[-1])).absolute().parent
+    folder = Path(str(options.pop("config")[-1])).absolute().parent
     grid = Grid(**{field.name: options.pop(field.name) for field in fields(Grid)})
-    return compare(grid, beside, **options)
+    return compare(grid, folder, **options)
 
 
-def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None = None) -> int:
+def compare(grid: Grid, folder: Path, dry_run: bool = False, speed: float | None = None) -> int:
     """Run a grid of methods, prompt lengths and seeds over one set of targets.
 
-    Each cell is an ordinary `fit`; run the same command again to go on where it stopped.
+    Each cell is an ordinary `fit`. The same command continues a comparison that was stopped. Exit
+    code 1 where cells failed.
 
     Args:
         grid: The comparison.
-        beside: Folder of the grid's file.
-        dry_run: Print the plan and what it costs, run nothing.
-        speed: Token passes per second, for the plan; default: that of the cells that are done.
+        folder: Folder of the grid's file.
+        dry_run: Print the plan and its cost, run nothing.
+        speed: Token passes per second, for the plan; default: that of finished cells.
     """
     if speed is not None and not speed > 0:
         raise InputError(f"Expected `--speed` to be positive, but got {speed}.")
-    cells = plan(grid, beside, plan_fit)
+    cells = plan(grid, folder, plan_fit)
     for cell in cells:
         cell.check_unchanged()
     if dry_run:
@@ -64,7 +65,8 @@ def compare(grid: Grid, beside: Path, dry_run: bool = False, speed: float | None
 
 
 def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
-    failed = []
+    """Run the cells that are not done, then print the results; returns the exit code."""
+    failed, screen = [], Console()
     with GridDisplay(grid, cells) as display:
         for number, cell in enumerate(cells, start=1):
             if cell.seconds is not None:
@@ -74,7 +76,6 @@ def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
             display.end(cell, error)
             if error is not None:
                 failed.append(cell)
-    screen = Console()
     if len(failed) < len(cells):
         screen.print(*map(_results_table, load([Path(grid.out)]).groups))
     for cell in failed:
@@ -85,7 +86,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
 
 
 def _results_table(group: Group) -> Table:
-    """Per method and N at the full budget."""
+    """A line for each method and N, at the full budget."""
     lines = []
     for series in group.series:
         found = summarise(series, group.budgets[-1])

@@ -1,7 +1,6 @@
-"""`dlmi completion`: a script with which bash completes commands and options at a key press.
+"""`dlmi completion`: a script for Tab completion in bash.
 
-All words are in the script, so that no Python is started at a key. Make it anew when the package
-is updated.
+All words are in the script, so that Tab starts no Python. Make it again after an update.
 """
 
 import importlib
@@ -25,7 +24,7 @@ _dlmi() {{
   esac; fi
   COMPREPLY=($(compgen -W "$words" -- "$here"))
 }}
-complete -o default -F _dlmi dlmi  # files, where there is no word
+complete -o default -F _dlmi dlmi  # of files where no word fits
 """
 
 
@@ -35,7 +34,7 @@ def make_parser() -> CommandParser:
 
 
 def completion() -> int:
-    """Print a script for completion in bash: source <(dlmi completion)."""
+    """Print a script for Tab completion in bash: source <(dlmi completion)."""
     values, options = [], []
     for name in COMMANDS:
         parser = importlib.import_module(f"dlmi.cli.{name}").make_parser()
@@ -45,10 +44,9 @@ def completion() -> int:
         for action in parser._actions:
             names = [cls.__name__ for cls in classes_of(action.dest)]
             if found := names or _literals(getattr(action, "_typehint", None)):
-                place = f"{name} --{action.dest}"
-                values.append(f'    "{place}") words="{" ".join(found)}";;')
-    blocks = {"values": "\n".join(values), "options": "\n".join(options)}
-    print(_SCRIPT.format(commands=" ".join(COMMANDS), **blocks), end="")
+                values.append(f'    "{name} --{action.dest}") words="{" ".join(found)}";;')
+    cases = {"values": "\n".join(values), "options": "\n".join(options)}
+    print(_SCRIPT.format(commands=" ".join(COMMANDS), **cases), end="")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`fit` through LightningCLI: any method, any setting, resumed or anew."""
+"""`python -m dlmi fit`, built on LightningCLI."""
 
 import contextlib
 import functools
@@ -31,16 +31,16 @@ from dlmi.run.workers import slurm
 from dlmi.run.workers.strategy import TargetParallelStrategy
 from dlmi.version import __version__
 
-# What Lightning raises for settings of no use.
+# What Lightning raises for invalid settings.
 _REFUSALS = (ValueError, TypeError, ArithmeticError, MisconfigurationException)
 
 
 def fit_command(arguments: list[str]) -> int:
-    """`python -m dlmi fit`: invert a queue of targets."""
+    """Invert a queue of targets; returns the exit code."""
     with plain_errors(None, *_REFUSALS):
         cli = InversionCLI(arguments)
     leads = cli.trainer.is_global_zero
-    with removed_if_refused(cli.folder) if leads else contextlib.nullcontext():
+    with removed_if_refused(run_folder(cli.trainer)) if leads else contextlib.nullcontext():
         cli.prepare()
         # A checkpoint is data: it never runs code.
         checkpoint = {"ckpt_path": cli.config.ckpt_path, "weights_only": True}
@@ -49,7 +49,7 @@ def fit_command(arguments: list[str]) -> int:
 
 
 def _exit_code(cli: "InversionCLI") -> int:
-    """0 if all targets are done; else that of the signal, as a shell has it, or 1."""
+    """0 if all targets are done, 128 plus its number after a signal, else 1."""
     if not cli.model.stop_requested:
         return 0 if cli.model.workers.ended() is None else 1
     caught: int = cli.config_init.checkpoint.signal or signal.SIGINT
@@ -61,10 +61,10 @@ def _exit_code(cli: "InversionCLI") -> int:
 
 
 class RunConfig(SaveConfigCallback):
-    """`config.yaml` of the run's folder; a resumed run keeps the one it began with."""
+    """Writes `config.yaml` into the run's folder; a resumed run keeps its first one."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Save once."""
+        """Write the file."""
         folder = run_folder(trainer)
         path = folder / self.config_filename
         if trainer.is_global_zero and not (self.config.continue_run and path.exists()):
@@ -77,7 +77,7 @@ class FitParser(CommandParser, LightningArgumentParser):
 
 
 class InversionCLI(LightningCLI):
-    """LightningCLI without subcommands: results are measured during `fit`, the only one of use."""
+    """LightningCLI without subcommands: there is only `fit`."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._results = ResultWriter()
@@ -107,22 +107,20 @@ class InversionCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """One seed for all, the checkpoint callback's own arguments, and going on with a run."""
+        """Add `continue_run`, the options of the checkpoint callback and those of `Trainer.fit`."""
         parser.add_argument(
             "--continue_run",
             type=bool,
             default=False,
-            help=(
-                "Go on in a run folder that holds rows already: finished targets are kept, those "
-                "in flight go on from its checkpoint, or start again where there is none."
-            ),
+            help="Continue in a run folder that has rows: finished targets are kept, the others "
+            "continue from its checkpoint, or start again where there is none.",
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_seed)
         parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
 
     def before_instantiate_classes(self) -> None:
-        """Find the run's folder, that of the checkpoint if it goes on; choose the strategy."""
+        """Choose the strategy and the run's folder."""
         trainer = self.config.trainer
         check_precision(trainer.precision)  # the trainer itself fails on some, in many lines
         self.config.weights_only = True
@@ -133,88 +131,77 @@ class InversionCLI(LightningCLI):
             self._job_settings = self.parser.dump(self.config, skip_check=True)
         choose_folder(self.config, self._job_settings)
 
-    @property
-    def folder(self) -> Path:
-        """Of the run; for worker 0 alone, since the others' is not known yet."""
-        return run_folder(self.trainer)
-
     def prepare(self) -> None:
-        """See to the folder, then load the LM, before other workers are started."""
+        """Check the folder, then load the LM, before other workers are started."""
         check_workers(self.trainer, self.datamodule)
         continues = self.config.continue_run
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InversionCallback):
                 callback.continues = continues
         writes = self.trainer.is_global_zero and not is_trial(self.trainer)
+        folder = run_folder(self.trainer) if writes else Path()
         if writes:
-            check_writable(self.folder, "--trainer.default_root_dir")
+            check_writable(folder, "--trainer.default_root_dir")
             if not continues:
-                refuse_used_folder(self.folder)
+                refuse_used_folder(folder)
         self.datamodule.load(self.trainer.strategy.root_device)
         if self.trainer.world_size > 1:
             self.model.check(self.trainer, self.datamodule)
         if writes:  # from here on the folder is this run's
             for logger in self.trainer.loggers:
-                if isinstance(logger, CSVLogger):  # warns of a folder that holds files
+                if isinstance(logger, CSVLogger):  # it warns if the folder has files by then
                     _ = logger.experiment
-            self._results.claim(self.folder)
+            self._results.claim(folder)
             if self._job_settings is not None:
-                slurm.leave_note(self.folder, self._job_settings)
+                slurm.leave_note(folder, self._job_settings)
 
 
 def _seed(seed_everything: bool | int) -> int:
-    """The seed of a run; `true` leaves it to Lightning, which takes that of the surroundings."""
+    """The seed of a run; for `true` and `false` the one that Lightning takes."""
     if isinstance(seed_everything, bool):
         return int(os.environ.get("PL_GLOBAL_SEED", 0))
     return seed_everything
 
 
 def _workers_wanted(trainer: Namespace) -> int:
-    """How many workers a trainer of these settings has; `devices: auto` is all that there are."""
+    """The number of workers of a trainer with these settings."""
     names = ("accelerator", "devices", "num_nodes")
     return Trainer(**{name: trainer[name] for name in names}, logger=False).world_size
 
 
 class _ParserCLI(InversionCLI):
-    """Makes the parser of `fit`, and nothing else."""
+    """Makes the parser of `fit` and runs nothing."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Later, if at all."""
+        """Take the defaults."""
         self.config = parser.get_defaults()
 
     def before_instantiate_classes(self) -> None:
-        """There is no run."""
+        """Do nothing."""
 
     def instantiate_classes(self) -> None:
-        """Likewise."""
+        """Do nothing."""
 
 
 @functools.cache
-def _planning_cli() -> _ParserCLI:
-    """Once for many plans: making the parser takes a moment."""
+def _parser_cli() -> _ParserCLI:
+    """Cached, since it is slow to make and `plan_fit` is called for many cells."""
     return _ParserCLI([])
 
 
 def make_parser() -> CommandParser:
-    """The options."""
-    return cast(FitParser, _ParserCLI([]).parser)
+    """The parser of `fit`."""
+    return cast(FitParser, _parser_cli().parser)
 
 
 def plan_fit(
     config: Path, overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], Inverter, TargetDataModule]:
-    """What `fit` would see, and what it would run, without running it.
+    """The settings, module and data of a run of `fit`, without an LM or a folder.
 
-    No LM is loaded and no folder is looked at.
-
-    Args:
-        config: A configuration file of `fit`.
-        overrides: Settings on top of it, as a second file would hold them.
-
-    Raises:
-        InputError: Where `fit` would refuse them.
+    `overrides` are settings on top of the file `config`. Raises `InputError` where `fit` would.
     """
-    cli = _planning_cli()
+    cli = _parser_cli()
     with plain_errors(None, *_REFUSALS):
         cli.config = cli.parser.parse_args(
             ["--config", str(config), "--config", json.dumps(overrides)]

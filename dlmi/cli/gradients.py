@@ -1,9 +1,10 @@
-"""`python -m dlmi gradients`: measure estimators along runs, print a table, write the rows."""
+"""`python -m dlmi gradients`: bias and variance of gradient estimators along runs."""
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -34,17 +35,17 @@ _TESTED = ("variance_max", "bias_max", "relative_variance", "bias_over_norm")
 
 @dataclass(frozen=True)
 class TrajectoryRun:
-    """The optimisation along which it is measured.
+    """The optimisation run along which estimators are measured.
 
     Attributes:
         prompt_length: Tokens of a prompt, N.
         steps: Optimisation steps of a target; the state after the last one is not measured.
-        num_samples: Samples per step, and so per draw, S.
-        teacher_forcing: Feed the target's own prefix; else run freely, as in the paper's figure.
+        num_samples: Samples per step and per draw, S.
+        teacher_forcing: Feed the target's own prefix; else decode freely, as in the paper's figure.
         loss: `cross_entropy`, `margin` or `hinge`.
         lr: Adam's learning rate.
         prompt_bos: Put BoS before the prompt.
-        phi_init: Start of learned temperatures: `normal`, `uniform` (the authors' code) or `zero`.
+        phi_init: Initial temperatures: `normal`, `uniform` (the authors' code) or `zero`.
     """
 
     prompt_length: int = 80
@@ -57,7 +58,7 @@ class TrajectoryRun:
     phi_init: Literal["normal", "uniform", "zero"] = "normal"
 
     def inverter(self, estimator: Estimator, seed: int) -> Inverter:
-        """A run that descends by an estimator."""
+        """A run that optimises with an estimator."""
         names = {field.name for field in fields(estimator)}
         own = {name: value for name, value in asdict(self).items() if name in names}
         return Inverter(
@@ -72,12 +73,11 @@ class TrajectoryRun:
 
 def make_parser() -> CommandParser:
     """The options."""
-    usage = "--config FILE [options]"
-    parser = CommandParser.of("gradients", gradients, usage, {"run", "study", "data"})
+    parts = {"run": TrajectoryRun, "study": GradientStudy, "data": TargetDataModule}
+    parser = CommandParser.of("gradients", gradients, "--config FILE [options]", {*parts})
     parser.add_argument("-c", "--config", action="config", help="A configuration file, YAML.")
-    parser.add_class_arguments(TrajectoryRun, "run")
-    parser.add_class_arguments(GradientStudy, "study")
-    parser.add_class_arguments(TargetDataModule, "data")
+    for name, part in parts.items():
+        parser.add_class_arguments(part, name)
     return parser
 
 
@@ -89,43 +89,42 @@ def gradients(
     seeds: list[int] = [0],  # noqa: B006  # never changed
     out: Path = Path("gradients"),
 ) -> int:
-    """Bias and variance of gradient estimators with respect to Z, along optimisation runs.
+    """Measure bias and variance of gradient estimators with respect to Z along optimisation runs.
 
-    They are measured against the true gradient of the expected loss of hard prompts. One JSON line
+    The reference is the true gradient of the expected loss of hard prompts. One JSON line
     per estimator, target, seed and step goes to gradients.jsonl in the folder `--out`.
 
     Args:
         run: The optimisation.
         study: What is measured.
         data: LM and targets.
-        trajectory: Whose run gives the states: `own` measures each estimator along its own (as in
-            the paper), the name of an estimator measures all of them at the states of its run.
-        seeds: Of the runs, one each.
-        out: Folder for the rows; made if need be.
+        trajectory: `own` measures each estimator along its own run (as in the paper), the name of
+            an estimator measures all of them along the run of that one.
+        seeds: One run for each seed.
+        out: Folder for the rows.
     """
     path, names = out / FILE_NAME, study.estimators
     refuse_used_file(path)
     check_writable(out, "--out")
     if not seeds or len(set(seeds)) < len(seeds):
         raise InputError(f"Expected `--seeds` to be different numbers, but got {seeds}.")
-    if trajectory not in ("own", *ESTIMATORS):
-        known = ", ".join(ESTIMATORS)
+    if trajectory not in (known := ("own", *ESTIMATORS)):
         raise InputError(
-            f"Expected `--trajectory` to be own or one of {known}, but got {trajectory!r}."
+            f"Expected `--trajectory` to be one of {', '.join(known)}, but got {trajectory!r}."
         )
     parts = [(name, [name]) for name in names] if trajectory == "own" else [(trajectory, names)]
     for leader, _ in parts:
-        run.inverter(ESTIMATORS[leader], seeds[0])  # checks, before the LM is loaded
+        run.inverter(ESTIMATORS[leader], seeds[0])  # checks the settings before the LM is loaded
     data.load(default_device())
     started = time.monotonic()
     study.path, study.notify = path, lambda row: _print_row(row, time.monotonic() - started)
-    for leader, study.estimators in parts:
-        study.trajectory = "own" if trajectory == "own" else label(ESTIMATORS[leader])
-        for seed in seeds:
-            try:
+    try:
+        for leader, study.estimators in parts:
+            study.trajectory = "own" if trajectory == "own" else label(ESTIMATORS[leader])
+            for seed in seeds:
                 run_quietly(run.inverter(ESTIMATORS[leader], seed), data, [study])
-            except SystemExit as ended:  # Lightning's answer to Ctrl-C
-                raise KeyboardInterrupt from ended
+    except SystemExit as ended:  # raised by Lightning after Ctrl-C
+        raise KeyboardInterrupt from ended
     rows = read_gradient_rows(path)[0]
     Console().print(_medians_table(rows), _tests_table(rows))
     print(f"{len(rows)} rows in {path}")
@@ -141,12 +140,12 @@ def _print_row(row: GradientRow, seconds: float) -> None:
 
 def _medians_table(rows: list[GradientRow]) -> Table:
     kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
-    truth = f"truth: {', '.join(kinds)}" if kinds else "no truth was due"
-    lines: list[list[Any]] = []
-    for name in dict.fromkeys(row.estimator for row in rows):
-        medians = (median_statistic(rows, name, statistic) for statistic in STATISTICS)
-        lines.append([name, sum(row.estimator == name for row in rows), *map(_cell, medians)])
-    title = f"Medians over rows, with the ends of a typical row's 95% interval ({truth})"
+    truth = f"truth: {', '.join(kinds)}" if kinds else "no truth"
+    lines = [
+        (name, count, *(_cell(median_statistic(rows, name, column)) for column in STATISTICS))
+        for name, count in Counter(row.estimator for row in rows).items()
+    ]
+    title = f"Medians over rows of values and of the ends of their 95% intervals ({truth})"
     return table(title, ("estimator", "rows", *STATISTICS), lines, texts=["estimator"])
 
 
@@ -161,7 +160,7 @@ def _tests_table(rows: list[GradientRow]) -> Table:
 
 
 def _cell(statistic: Statistic) -> str:
-    """A number with its interval; `..` for an end that is not bounded.
+    """A number with its interval; `..` for an end without a bound.
 
     >>> _cell(Statistic(0.5, 0.25, None))
     '0.5 [0.25 ..]'

@@ -1,5 +1,6 @@
-"""`python -m dlmi invert TEXT`: the prompt of one text, on the command line."""
+"""`python -m dlmi invert TEXT`: find the prompt of one text."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError, first_line
 from dlmi.invert_text import invert
 from dlmi.invert_text.named_methods import METHOD_NAMES
-from dlmi.invert_text.screen import print_advice, print_found, search_screen, whole_prompt
+from dlmi.invert_text.screen import print_advice, print_found, search_screen
 from dlmi.lm.loading import PACKAGED
 
 SOLVED, BEST_EFFORT = 0, 3  # exit codes
 
 
 def invert_command(arguments: list[str]) -> int:
-    """Exit code 0 if the prompt makes the LM say the text, 3 if it only comes close."""
+    """Search and print; returns 0 if the prompt makes the LM say the text, else 3."""
     options = make_parser().read(arguments)
     text = _read_text(options.pop("text"), options.pop("file"))
     options["template"] = _read_template(options["template"])
@@ -27,7 +28,7 @@ def invert_command(arguments: list[str]) -> int:
     with search_screen() as show:
         row = invert(text=text, on_progress=show, **options)
     if save is not None:
-        save.write_bytes(whole_prompt(row).encode())
+        save.write_bytes((row.full_text or row.prompt_text).encode())
     if as_json:
         print(row.to_json_line(), end="")
     else:
@@ -43,67 +44,60 @@ def make_parser() -> CommandParser:
     elsewhere: set[str | int] = {"lm", "text", "method", "on_progress"}
     parser = CommandParser.of("invert", invert, usage, elsewhere)
     parser.description = (
-        "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: only the "
-        "best effort, also after Ctrl-C; 2: a mistake in the input."
+        "Find the prompt after which the LM greedily says TEXT. Exit code 0: found; 3: not exact, "
+        "also after Ctrl-C; 2: invalid input."
     )
     parser.add_argument(
         "text",
         nargs="?",
         type=str | None,
         default=None,
-        help="What the LM is to say; `-`, or nothing, reads it from stdin. Most texts that go on "
-        'in the middle of a line start with a space: " Paris.".',
+        help="What the LM is to say; `-`, or nothing, reads it from stdin. A text in the middle of "
+        'a line usually starts with a space: " Paris.".',
     )
     parser.add_argument(
         "--method",
         default="SwapSearch",
-        help=f"One of {', '.join(METHOD_NAMES)}, set for small budgets; `python -m dlmi fit "
-        "--model.method.help METHOD` lists its `options`.",
+        help=f"One of {', '.join(METHOD_NAMES)}, with settings for small budgets; `python -m dlmi "
+        "fit --model.method.help METHOD` lists its `options`.",
     )
     parser.add_argument("--file", type=Path | None, default=None, help="A file with the text.")
     parser.add_argument("--lm", type=str, default=PACKAGED, help="As in `fit`'s `data`.")
     parser.add_argument(
-        "--json", action="store_true", help="The result row as JSON on stdout, and nothing else."
+        "--json", action="store_true", help="Print only the result row, as JSON, to stdout."
     )
-    parser.add_argument(
-        "--save",
-        type=Path | None,
-        default=None,
-        help="A new file for the whole prompt as text, exactly as it is to be pasted.",
-    )
+    save = "A new file for the whole prompt, exactly as it is to be pasted."
+    parser.add_argument("--save", type=Path | None, default=None, help=save)
     return parser
 
 
 def _read_text(text: str | None, file: Path | None) -> str:
-    """TEXT, or a file, or stdin; the newline that ends a file is not part of the text."""
+    """TEXT, or the content of a file or of stdin without its last newline."""
     if text is not None and file is not None:
         raise InputError("Expected TEXT or `--file`, but got both.")
-    if file is None and text is None and (sys.stdin is None or sys.stdin.isatty()):
+    if text is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError(
             'Expected TEXT, such as python -m dlmi invert " Paris.", or `--file`, or a text on '
             "stdin, but got none."
         )
-    is_given = text not in (None, "-")
-    source = "TEXT" if is_given else "stdin" if file is None else "`--file`"
+    source = "`--file`" if file else "TEXT" if text not in (None, "-") else "stdin"
     try:
-        if text is not None and is_given:
-            found = text.encode("utf-8", "surrogateescape").decode()
+        if text is not None and source == "TEXT":
+            found = os.fsencode(text).decode()
         else:
             raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
             found = raw.decode().removesuffix("\n").removesuffix("\r")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"Expected `--file` to be a readable file, but got {file} ({error.strerror})."
+            f"Expected {source} to be readable UTF-8, but it is not ({error})."
         ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"Expected {source} to be UTF-8, but it is not ({error}).") from error
     if not found.strip():
         raise InputError(f"Expected {source} to hold a text, but it is empty.")
     return found
 
 
 def _read_template(template: str | None) -> Any:
-    """A text or messages, as they are; a file of JSON or YAML by what it holds."""
+    """The template; that in a file if it names a .json or .yaml file."""
     if template is None or not template.endswith((".json", ".yaml", ".yml")):
         return template
     try:

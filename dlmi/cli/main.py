@@ -1,6 +1,6 @@
-"""The command line: `fit` through LightningCLI, the other commands beside it.
+"""The entry point of the command line.
 
-Every mistake of the user ends in one line and exit code 2; Ctrl-C ends in exit code 130.
+An error in the user's input ends in one line and exit code 2, Ctrl-C in exit code 130.
 """
 
 import importlib
@@ -18,32 +18,32 @@ from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
 from dlmi.version import __version__
 
-HELP = """\
+# What a command does, and an example.
+COMMANDS = {
+    "invert": ("find the prompt of one text", 'invert " Paris."'),
+    "fit": ("invert a queue of targets", "fit --config quickstart"),
+    "targets": ("write targets to a file", "targets --out targets.jsonl"),
+    "verify": ("decode found prompts again", "verify lightning_logs/version_0"),
+    "compare": ("run a grid of methods", "compare --config small"),
+    "score": ("accuracy on questions", 'score --prompt " Think first."'),
+    "report": ("figures, tables and a page", "report lightning_logs --out report"),
+    "bench": ("measure the speed here", "bench"),
+    "gradients": ("bias, variance of gradients", "gradients --config small"),
+    "completion": ("script for Tab completion", "completion"),
+}
+_HELP = """\
 usage: python -m dlmi COMMAND [options]
 
 Find the prompt that makes a frozen language model say exactly this.
 
 commands:
-  invert    find the prompt of one text: python -m dlmi invert " Paris."
-  fit       invert a queue of targets:   python -m dlmi fit --config quickstart
-  targets   write targets to a file:     python -m dlmi targets --out targets.jsonl
-  verify    decode found prompts again:  python -m dlmi verify lightning_logs/version_0
-  compare   run a grid of methods:       python -m dlmi compare --config small
-  score     right answers of prompts:    python -m dlmi score --prompt " Think first."
-  report    figures, tables and a page:  python -m dlmi report lightning_logs --out report
-  bench     how fast it is, here:        python -m dlmi bench
-  gradients bias, variance of gradients: python -m dlmi gradients --config small
-  completion  options at a key press:    source <(dlmi completion)
+{commands}
 
 options:
   --help     this text; `python -m dlmi COMMAND --help` has the options of a command,
              `python -m dlmi fit --model.method.help DLMI` those of a method
   --version  the version
 """
-COMMANDS = (
-    *("invert", "fit", "targets", "verify", "compare", "score", "report", "bench", "gradients"),
-    "completion",
-)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -51,39 +51,37 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
-        print(HELP, end="")
+        lines = (f"  {n:<10}  {what:<27}  python -m dlmi {e}" for n, (what, e) in COMMANDS.items())
+        print(_HELP.format(commands="\n".join(lines)), end="")
         sys.exit(0 if arguments else 2)
     if command == "--version":
         print(f"dlmi {__version__}")
         sys.exit(0)
     if command not in COMMANDS:
-        fail(f"Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
+        _end(f"error: Expected a command ({', '.join(COMMANDS)}), but got {command!r}.")
     _quieten()
     try:
         sys.exit(_run(command, arguments[1:]))
     except UnicodeDecodeError as error:
-        fail(f"Expected files of UTF-8 text, but one is not ({error}).")
+        _end(f"error: Expected files of UTF-8 text, but one is not ({error}).")
     except ValueError as error:
         if (mistake := find_input_error(error)) is None:
             raise
-        fail(_own_names(command, str(mistake)))
+        _end(f"error: {_own_names(command, str(mistake))}")
     except (RunStopped, OSError) as error:
-        stopped = run_stopped_behind(error)
-        print(f"dlmi: stopped: {visible(' '.join(str(stopped).split()))}", file=sys.stderr)
-        sys.exit(1)
+        _end(f"stopped: {run_stopped_behind(error)}", 1)
     except KeyboardInterrupt:
-        print("dlmi: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _end("interrupted", 130)
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(f"dlmi: error: {visible(' '.join(message.split()))}", file=sys.stderr)
-    sys.exit(2)
+def _end(message: str, code: int = 2) -> NoReturn:
+    """Exit with one line on stderr."""
+    print(f"dlmi: {visible(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _own_names(command: str, message: str) -> str:
-    """A message with the options of a command; runs and LMs name those of `fit`.
+    """Replace the names of `fit`'s options in a message by those of another command.
 
     >>> _own_names("invert", "Expected `model.fluency`, but got `--data.lm x`.")
     'Expected `fluency`, but got `--lm x`.'
@@ -95,10 +93,10 @@ def _own_names(command: str, message: str) -> str:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Import a command, and only now what it needs: most need torch, which takes seconds."""
+    """Import a command and run it; importing torch takes seconds, so it is not done earlier."""
     if name in ("fit", "compare", "gradients"):
         arguments = with_files(name, arguments)
-    with Console(stderr=True).status("starting"):  # on a terminal alone
+    with Console(stderr=True).status("starting"):  # only on a terminal
         module: Any = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
         from dlmi.lm.memory import keep_freed_memory
@@ -112,7 +110,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _quieten() -> None:
-    """Silence advice that does not concern the user of this program."""
+    """Silence warnings that users of this program cannot act on."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for message in (
@@ -120,6 +118,6 @@ def _quieten() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*LightningCLI's args parameter.*",
         ".*Checkpoint directory .* exists and is not empty.*",
-        ".*No seed found, seed set to 0.*",  # every row holds it
+        ".*No seed found, seed set to 0.*",  # every row has the seed
     ):
         warnings.filterwarnings("ignore", message=message)

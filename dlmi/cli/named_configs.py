@@ -1,4 +1,4 @@
-"""Configurations by name: `--config dlmi_tau100` is the one that comes with the package."""
+"""Finds packaged configurations by name: `--config dlmi_tau100`."""
 
 import difflib
 import re
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from dlmi.errors import InputError
 
-# Part of the package once it is installed; in a clone, a link to the folder at its top.
+# Part of the installed package; in a clone, a link to the folder at its top.
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 
 
 def with_files(command: str, arguments: list[str]) -> list[str]:
-    """The arguments of a command, with the path of each configuration that is given by name."""
+    """The arguments of a command, with names of configurations replaced by their paths."""
     found, is_next = [], False
     for word in arguments:
         option, equals, value = word.partition("=")
@@ -26,7 +26,7 @@ def with_files(command: str, arguments: list[str]) -> list[str]:
 
 
 def _find(command: str, given: str) -> str:
-    """A file as it is, and what is YAML itself; else the packaged file of that name."""
+    """The path of a packaged configuration; an existing file and inline YAML stay as they are."""
     if not re.fullmatch(r"[\w./~-]+", given) or Path(given).exists():
         return given
     name = given.removeprefix("configs/").removesuffix(".yaml")
@@ -34,11 +34,8 @@ def _find(command: str, given: str) -> str:
         if (CONFIGS / f"{candidate}.yaml").is_file():
             return str(CONFIGS / f"{candidate}.yaml")
     others = {path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.*")}
-    close = [
-        match
-        for candidate in (f"{command}/{name}", name)
-        for match in difflib.get_close_matches(candidate, others, 1, 0.8)
-    ]
+    of_command = difflib.get_close_matches(f"{command}/{name}", others, 1, 0.8)
+    close = of_command or difflib.get_close_matches(name, others, 1, 0.8)
     hint = f"Did you mean `{close[0]}`?" if close else f"They are in {CONFIGS}."
     raise InputError(
         f"Expected `config` to be a file, or the name of one that comes with dlmi, but got "

@@ -1,5 +1,6 @@
-"""What commands write: files that they do not overwrite, and tables."""
+"""Checks of output files and folders, and tables for the terminal."""
 
+import os
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from dlmi.text import visible
 
 
 def check_new_file(out: Path | None, option: str = "--out") -> None:
-    """Raise `InputError` unless a file, where one is given, can be written and is new."""
+    """Raise `InputError` if a file is given that exists or cannot be written."""
     if out is None:
         return
     try:
@@ -26,13 +27,13 @@ def check_new_file(out: Path | None, option: str = "--out") -> None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise `InputError` unless a folder can be written, or made."""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    """Raise `InputError` unless a folder can be written or created."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if os.path.lexists(path))
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise InputError(
-            f"Expected `{option}` to lead to a folder that can be written, but {folder} cannot "
+            f"Expected `{option}` to be a folder that can be written, but {folder} cannot "
             f"({existing}: {error.strerror})."
         ) from error
 
@@ -43,14 +44,7 @@ def table(
     rows: Iterable[Sequence[object]],
     texts: Collection[str] = (),
 ) -> Table:
-    """A table for the screen; nothing in it is read as markup.
-
-    Args:
-        title: Above it.
-        columns: Their headings.
-        rows: The cells of each.
-        texts: Headings of the columns that are words; all others are numbers.
-    """
+    """A table for the terminal, without markup; columns in `texts` are aligned to the left."""
     made = Table(title=Text(visible(title), "table.title"), title_justify="left")
     for column in columns:
         made.add_column(column, justify="left" if column in texts else "right", overflow="fold")

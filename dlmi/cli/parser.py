@@ -1,4 +1,4 @@
-"""What the parsers of all commands have in common: errors of one line, in plain English."""
+"""The parser of all commands: options from signatures, and errors of one line."""
 
 import contextlib
 import dataclasses
@@ -18,10 +18,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from dlmi.errors import InputError, find_input_error
 
-# Settings that have another name now: refused, with the new one in the same line. Those that have
-# moved, or are nearly the same, need no entry: they are found like a misspelt one.
+# Former names of settings and the present ones, for error messages. A setting that has moved, or
+# has a similar name now, needs no entry: it is found like a misspelt one.
 FORMER = {
     "EchoSearch": "SwapSearch",
+    "model": "model.method",
     "model.class_path": "model.method",
     "model.init": "model.method.first_prompt",
     "model.start": "model.method.start_from",
@@ -48,11 +49,11 @@ _KINDS = {
     "Iterable": "a list",
     "dict": "a mapping",
 }
-_DEEPEST, _MOST_VALUES = 64, 100_000  # levels and values of YAML
+_MOST_LEVELS, _MOST_ALIASES = 64, 20  # of YAML
 
 
 class OptionError(ValueError):
-    """What jsonargparse says of options, in its own words; parsers within parsers add to it."""
+    """A message of jsonargparse as it is; nested parsers add to it."""
 
 
 class CommandParser(ArgumentParser):
@@ -68,14 +69,7 @@ class CommandParser(ArgumentParser):
         usage: str = "[options]",
         skip: set[str | int] | None = None,
     ) -> Self:
-        """A parser whose options are the parameters of a function or class.
-
-        Args:
-            command: Its name.
-            signature: The function or class; its docstring is the help.
-            usage: What stands behind the command's name.
-            skip: Parameters that are no options.
-        """
+        """A parser whose options are the parameters of a function or class, except `skip`."""
         name = f"python -m dlmi {command}"
         about = re.split(r"\n\n(?:Args|Attributes):", inspect.getdoc(signature) or "")[0]
         parser = cls(prog=name, usage=f"{name} {usage}", description=about)
@@ -90,23 +84,23 @@ class CommandParser(ArgumentParser):
         return parser
 
     def read(self, arguments: list[str]) -> dict[str, Any]:
-        """The options by name, made into what they stand for."""
+        """The options by name, with classes instantiated."""
         return dict(vars(self.instantiate_classes(self.parse_args(arguments))))
 
     def run(self, arguments: list[str]) -> int:
-        """Call the function with the options; its exit code."""
+        """Call the function with the options; returns its exit code."""
         options = {k: v for k, v in self.read(arguments).items() if k != "config"}
         code: int = self._command(**options)
         return code
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """As the base class, with errors in plain English."""
+        """As the base class, but raises `InputError`."""
         with plain_errors(self):
             parsed: Namespace = super().parse_args(*args, **kwargs)
         return parsed
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """As the base class; YAML that is none is told with the name of its file."""
+        """As the base class, with the name of the file in errors."""
         try:
             parsed: Namespace = super().parse_path(path, *args, **kwargs)
         except OptionError as error:
@@ -122,7 +116,7 @@ class CommandParser(ArgumentParser):
         skip_required: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As the base class, and then once more: it takes null for a value of any type."""
+        """As the base class, which accepts null for any type, and then without null."""
         super().validate(namespace, skip_unset, skip_required, **kwargs)
         if not skip_required:
             super().validate(namespace, False, **kwargs)
@@ -131,13 +125,13 @@ class CommandParser(ArgumentParser):
                     raise InputError(f"Expected `{name}` to be a mapping, but got null.")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise it."""
+        """Raise instead of printing the usage."""
         raise OptionError(message) from ex
 
 
 @contextlib.contextmanager
 def plain_errors(parser: ArgumentParser | None, *others: type[Exception]) -> Iterator[None]:
-    """Turn what a parser refuses, and other errors that settings can cause, into `InputError`."""
+    """Turn an `OptionError`, or another error caused by settings, into an `InputError`."""
     try:
         yield
     except (OptionError, *others) as error:  # type: ignore[misc]
@@ -145,7 +139,7 @@ def plain_errors(parser: ArgumentParser | None, *others: type[Exception]) -> Ite
 
 
 def _plain(message: str, parser: ArgumentParser | None) -> str:
-    """A message of jsonargparse (the way to the setting, then all that was tried) in one line."""
+    """One line from a message of jsonargparse, which lists everything that it has tried."""
     head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
     keys = [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
     key = ".".join(keys)
@@ -163,34 +157,40 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
         names = f" Give {_class(missing)}." if classes_of(missing) else ""
         return f"Expected `{missing}` to be given, but it is not.{names}"
     if found := re.search(r"Problem with given class_path '([^']+)':\s+(.+)", message):
-        return f"Expected {found[1]} to be of use here, but it is not: {found[2]}"
-    if found := re.search(r"Unable to load config '([^']*)'", message):
-        new = f"{key}.method {FORMER.get(found[1], found[1])}"
-        hint = f" It is now `{new}`." if key == "model" else ""
-        return f"Expected `{key}` to be a mapping, but got `{key} {found[1]}`.{hint}"
-    tried = re.findall(
-        r"(?:Expected an?|Not a valid subclass of) (.+?)(?:(?:\. Got value)?: (.*))?$",
-        message,
-        flags=re.M,
+        return f"{found[1]} cannot be used: {found[2]}"
+    given = re.findall(
+        r"(?:Given value: |Got value: |path string: |load config ')(.*?)'?$", message, flags=re.M
     )
-    kinds = [_kind(kind, key) for kind, _ in tried if not re.search("NoneType|^path", kind)]
-    given = re.findall(r"Given value: (.*)", message) or [value for _, value in tried if value]
-    if key and kinds and given:
-        new = f" It is now `{FORMER[given[-1]]}`." if given[-1] in FORMER else ""
+    if key and given:
         value = "null" if given[-1] == "None" else given[-1]
-        return f"Expected `{key}` to be {' or '.join(dict.fromkeys(kinds))}, but got {value}.{new}"
+        now = FORMER.get(key) or FORMER.get(value)
+        hint = f" It is now `{now}`." if now else ""
+        return f"Expected `{key}` to be {_kinds(message, key)}, but got {value}.{hint}"
     text = re.sub(r'Parser key "[^"]+":', "", message)
     return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
 
 
+def _kinds(message: str, key: str) -> str:
+    """The types that a message lists, in words; a mapping where it lists none."""
+    listed = re.findall(
+        r"Expected an? (?:<class '(?:.*\.)?(\w+)'>|typing\.Literal\[(.*)\]|dot import)", message
+    )
+    kinds = [
+        _KINDS.get(name, name) or literals.replace(", ", " or ") or _class(key)
+        for name, literals in listed
+        if name != "NoneType"
+    ]
+    return " or ".join(dict.fromkeys(kinds)) or "a mapping"
+
+
 def _unknown(key: str, parser: ArgumentParser) -> str:
-    """No such option: it is that of another class, or has another name now, or is misspelt."""
+    """The message for an unknown option, with a suggestion."""
     section, _, last = key.rpartition(".")
     known = known_options(parser)
     owner = known.pop(key, "")
     moved = [name for name in known if name.rpartition(".")[2] == last]
     close = difflib.get_close_matches(key, moved, 1, 0) or difflib.get_close_matches(key, known, 1)
-    hint = f"It is one of {owner}. " if owner else ""
+    hint = f"It is an option of {owner}. " if owner else ""
     if new := FORMER.get(f"{key.partition('.')[0]}.{last}" if section else key):
         hint += f"It is now `{new}`. "
     elif close:
@@ -203,7 +203,7 @@ def _unknown(key: str, parser: ArgumentParser) -> str:
 
 
 def known_options(parser: ArgumentParser) -> dict[str, str]:
-    """All options, and whose they are, where it is a method or a source of targets."""
+    """All options, each with the method or source of targets that it belongs to, if any."""
     known = {action.dest: "" for action in parser._actions}
     for place in ("model.method", "data.targets"):
         for cls in classes_of(place) if place in known else ():
@@ -213,9 +213,9 @@ def known_options(parser: ArgumentParser) -> dict[str, str]:
 
 
 def classes_of(key: str) -> list[Any]:
-    """What may stand under a key by its name alone."""
+    """The classes that an option takes by their short names."""
     if key.startswith("model.method"):
-        from dlmi import methods  # only now: it brings torch
+        from dlmi import methods  # only now: it imports torch
 
         return [getattr(methods, name) for name in methods.__all__]
     if key == "data.targets":
@@ -230,43 +230,26 @@ def _class(key: str) -> str:
     return f"one of {', '.join(names)}" if names else "the name of a class"
 
 
-def _kind(kind: str, key: str) -> str:
-    """A type as a reader says it."""
-    if found := re.match(r"typing\.Literal\[(.*)\]", kind):
-        return found[1].replace(", ", " or ")
-    if found := re.match(r"<class '(?:.*\.)?(\w+)'>", kind):
-        return _KINDS.get(found[1], found[1])
-    return _class(key)
-
-
 _load_yaml = jsonargparse.get_loader("yaml")
 
 
 def _load_checked_yaml(text: str) -> Any:
-    """Refuse what would crash Python, or stands for too many values.
-
-    >>> _load_checked_yaml("a: &a [*a]")
-    Traceback (most recent call last):
-    yaml.error.YAMLError: it refers to itself, or stands for more than 100,000 values
-    """
-    open_nodes: list[tuple[str | None, int]] = []  # anchor, and how many values there were before
-    sizes: dict[str | None, int] = {}
-    values = 0  # with every alias written out
+    """Load YAML, but not what would crash the C loader or stand for millions of values."""
+    open_anchors: list[str | None] = []
+    aliases = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        is_cyclic = False
         if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((event.anchor, values))
-            sizes[event.anchor] = _MOST_VALUES  # until it ends
+            open_anchors.append(event.anchor)
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_nodes.pop()
-            sizes[anchor] = values - before
+            open_anchors.pop()
         elif isinstance(event, yaml.AliasEvent):
-            values += sizes.get(event.anchor, 0)
-        values += 1
-        if len(open_nodes) > _DEEPEST:
-            raise yaml.YAMLError(f"it is nested too deeply, by more than {_DEEPEST} levels")
-        if values > _MOST_VALUES:
+            aliases += 1
+            is_cyclic = event.anchor in open_anchors
+        if is_cyclic or len(open_anchors) > _MOST_LEVELS or aliases > _MOST_ALIASES:
             raise yaml.YAMLError(
-                f"it refers to itself, or stands for more than {_MOST_VALUES:,} values"
+                f"it is nested too deeply (more than {_MOST_LEVELS} levels), refers to itself or "
+                f"has more than {_MOST_ALIASES} aliases"
             )
     return _load_yaml(text)
 

@@ -1,66 +1,58 @@
 """`python -m dlmi report RUNS... --out DIR`: figures, tables and one page from result files."""
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlmi.cli.output import check_writable
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 
 PAGE = "report.html"
 TEXT = "report.md"
 
-_LOOK_SECONDS = 10  # between two looks for new rows
+_LOOK_SECONDS = 10  # between two checks for new rows
 
 
 def make_parser() -> CommandParser:
     """The options."""
-    parser = CommandParser(
-        prog="python -m dlmi report",
-        usage="python -m dlmi report RUNS... --out DIR [options]",
-        description=(
-            "Turn runs into figures (PNG, PDF, SVG), tables (Markdown, CSV, LaTeX), a text that "
-            "ties them together and one HTML page. No LM is loaded. Runs of different LMs or "
-            "target sets are shown apart."
-        ),
-    )
+    parser = CommandParser.of("report", report, "RUNS... --out DIR [options]", {"runs", "watch"})
     parser.add_argument(
         "runs",
         type=Path,
         nargs="+",
         help="Folders with a results.jsonl or a gradients.jsonl somewhere below, or such files.",
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="Folder to write; must be new or empty."
-    )
-    parser.add_argument(
-        "--steps",
-        type=list[int],
-        default=[],
-        help="Steps at which runs are read, such as [256,2048]. Default: those of the comparison, "
-        "else the end of the run.",
-    )
-    parser.add_argument(
+    parser.add_argument(  # takes no value, so that RUNS may follow
         "--watch",
         action="store_true",
-        help="Write everything anew as rows come, until Ctrl-C; the page loads itself again.",
+        help="Write everything again as rows come, until Ctrl-C; the page reloads itself.",
     )
     return parser
 
 
-def report_command(arguments: list[str]) -> int:
-    """Read, draw and write."""
-    config = make_parser().parse_args(arguments)
-    check_new_folder(config.out)
-    if min(config.steps, default=1) < 1:
-        raise InputError(f"Expected `--steps` to be positive numbers, but got {config.steps}.")
-    if config.watch:
-        _watch(config.runs, config.out, config.steps)
-    else:
-        write_report(config.runs, config.out, config.steps)
-    print(f"report in {config.out}: open {config.out / PAGE} or {config.out / TEXT}")
+def report(
+    runs: list[Path], *, out: Path, steps: list[int] | None = None, watch: bool = False
+) -> int:
+    """Turn runs into figures (PNG, PDF, SVG), tables (Markdown, CSV, LaTeX) and one HTML page.
+
+    No LM is loaded. Runs of different LMs or target sets are shown apart.
+
+    Args:
+        runs: Folders or files.
+        out: Folder to write; must be new or empty.
+        steps: Steps at which runs are compared, such as [256,2048]. Default: those of the
+            comparison, else the end of the run.
+        watch: Whether to write again as rows come.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise InputError(f"Expected `--out` to be a new or empty folder, but {out} is not empty.")
+    check_writable(out, "--out")
+    if min(steps or [1]) < 1:
+        raise InputError(f"Expected `--steps` to be positive numbers, but got {steps}.")
+    (_watch if watch else write_report)(runs, out, steps or ())
+    print(f"report in {out}: open {out / PAGE} or {out / TEXT}")
     return 0
 
 
@@ -70,15 +62,8 @@ def write_report(
     steps: Sequence[int] = (),
     reload_seconds: int | None = None,
 ) -> None:
-    """The whole report; nothing is written before all of it has been made.
-
-    Args:
-        runs: Folders or files.
-        out: Folder to write.
-        steps: As the option of the command.
-        reload_seconds: How often the page is to load itself again, if at all.
-    """
-    # Here, since drawing and statistics would slow down the start of every other command.
+    """Write the whole report, or nothing; the page reloads itself after `reload_seconds`."""
+    # Imported here, since matplotlib and scipy slow down `--help`.
     from dlmi.report import figures, gradient_sets, tables
     from dlmi.report.claims.table import claims_table
     from dlmi.report.loading import load
@@ -113,7 +98,7 @@ def write_report(
 
 
 def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int]) -> None:
-    """Write the report whenever its files have grown, and once more at the end."""
+    """Write the report whenever a file of rows has changed, and once more after Ctrl-C."""
     seen = None
     try:
         while True:
@@ -125,28 +110,17 @@ def _watch(runs: Sequence[Path], out: Path, steps: Sequence[int]) -> None:
                     print(f"{time.strftime('%H:%M:%S')} {out / PAGE}", flush=True)
                 except InputError as error:  # no rows yet
                     print(f"waiting for rows: {error}", flush=True)
-            # The runs need the processor more than this does.
+            # Take at most a sixth of the time: the runs need the processor.
             time.sleep(max(_LOOK_SECONDS, 5 * (time.monotonic() - started)))
     except KeyboardInterrupt:
         write_report(runs, out, steps)
 
 
 def _sizes(runs: Sequence[Path]) -> dict[Path, int]:
-    """How large the files of rows are; ranks merge theirs, so one may vanish at any time."""
+    """The sizes of the files of rows; one may vanish at any time, when workers merge theirs."""
     sizes = {}
     for run in runs:
         for file in [run] if run.is_file() else run.rglob("*.jsonl"):
             with contextlib.suppress(OSError):
                 sizes[file] = file.stat().st_size
     return sizes
-
-
-def check_new_folder(out: Path) -> None:
-    """Raise `InputError` unless a folder can be filled without overwriting anything."""
-    if os.path.lexists(out) and not out.is_dir():
-        raise InputError(f"Expected `--out` to be a folder, but {out} is a file.")
-    if out.is_dir() and any(out.iterdir()):
-        raise InputError(f"Expected `--out` to be a new or empty folder, but {out} is not empty.")
-    existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        raise InputError(f"Expected `--out` to be in a folder, but {existing} is a file.")

@@ -1,14 +1,13 @@
-"""`python -m dlmi score`: do prompts make an LM answer more questions right?"""
+"""`python -m dlmi score`: the accuracy of an LM on questions, with and without prompts."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from dlmi.cli.output import check_new_file, table
 from dlmi.cli.parser import CommandParser
@@ -27,44 +26,33 @@ from dlmi.targets.questions import (
 )
 from dlmi.targets.template import Messages, Template
 
-# What holds where neither the user nor the rows of a run say anything else.
-_USUAL: dict[str, Any] = {
-    "lm": PACKAGED,
-    "dtype": "auto",
-    "template": QUESTION_TEMPLATE,
-    "chat": True,
-    "two_stages": False,
-    "trigger": TRIGGER,
-    "max_reasoning_tokens": Decoding.max_reasoning_tokens,
-}
-
 
 @dataclass(frozen=True)
 class Score:
     r"""Ask an LM questions with a prompt in the slot of a template, and count the right answers.
 
-    Beside it an empty slot, a phrase and random tokens. The prompts of a run (--results) are asked
-    as the run has asked: what is unset is that of its rows, else what stands in parentheses.
+    An empty slot, a phrase and random tokens are scored for comparison. With --results, the LM, its
+    dtype, the template and the reasoning are those of the rows unless they are given.
 
     Args:
         prompt: A prompt, or a list of them.
         prompt_ids: A prompt as token ids.
         results: A results.jsonl, or its run folder, whose prompts are scored as ids.
         examples: `sums` (packaged), a JSONL file as of GSM8k, or `hub:NAME`.
-        split: Which part; a file has none.
+        split: Which part of a dataset; a file has none.
         limit: Take only the first examples.
-        template: With {question} and {slot}, each once (one that asks for the number alone).
-        chat: Make it the user's message of a chat (true).
-        lm: As in `fit`'s `data` (the packaged one).
-        dtype: As in `fit`'s `data` (auto).
-        max_new_tokens: Tokens of an answer at most.
-        one_line: An answer ends with its line.
-        two_stages: Let the LM write its reasoning first, then the trigger (false).
-        trigger: What is put behind it; \n is a new line (\n####).
-        max_reasoning_tokens: Tokens of the reasoning at most (96).
-        batch_size: Questions decoded side by side.
-        draws: Random prompts to compare with.
-        seed: Of these.
+        template: With {question} and {slot}, each once.
+        chat: Make it the user's message of a chat.
+        lm: As in `fit`'s `data`.
+        dtype: As in `fit`'s `data`.
+        max_new_tokens: Most tokens of an answer.
+        one_line: End an answer at a newline.
+        two_stages: Let the LM write its reasoning first, then the trigger.
+        trigger: Text after the reasoning; \n is a newline.
+        max_reasoning_tokens: Most tokens of the reasoning.
+        batch_size: Questions decoded together.
+        draws: Number of random prompts to compare with.
+        seed: Of the random prompts.
         out: JSON with every answer; must not exist.
     """
 
@@ -74,15 +62,15 @@ class Score:
     examples: str = PACKAGED_QUESTIONS
     split: Split = "test"
     limit: int | None = None
-    template: str | Messages | None = None
-    chat: bool | None = None
-    lm: str | None = None
-    dtype: str | None = None
+    template: str | Messages = QUESTION_TEMPLATE
+    chat: bool = True
+    lm: str = PACKAGED
+    dtype: str = "auto"
     max_new_tokens: int = 48
     one_line: bool = True
-    two_stages: bool | None = None
-    trigger: str | None = None
-    max_reasoning_tokens: int | None = None
+    two_stages: bool = False
+    trigger: str = TRIGGER
+    max_reasoning_tokens: int = Decoding.max_reasoning_tokens
     batch_size: int = 16
     draws: int = 3
     seed: int = 0
@@ -95,10 +83,13 @@ def make_parser() -> CommandParser:
 
 
 def score_command(arguments: list[str]) -> int:
-    """Score prompts and their baselines; print a table, and write everything if asked."""
-    options = Score(**make_parser().read(arguments))
-    rows = [] if options.results is None else read_rows(options.results)
-    asked: Any = _filled_in(options, rows)
+    """Score prompts and their baselines, print a table and write all answers to `--out`."""
+    parser = make_parser()
+    results = parser.parse_args(arguments).results
+    rows = [] if results is None else read_rows(results)
+    given = {word.partition("=")[0].removeprefix("--") for word in arguments}
+    parser.set_defaults(_recorded(rows, given))
+    asked = Score(**parser.read(arguments))
     check_new_file(asked.out)
     if asked.draws < 0:
         raise InputError(f"Expected `draws` to be at least 0, but got {asked.draws}.")
@@ -124,8 +115,10 @@ def score_command(arguments: list[str]) -> int:
     ):
         print(f"{name}: {score.right} of {len(score.answered)} right", file=sys.stderr)
         scores[name] = score
-    found = _rows(scores)
-    Console().print(_table(found, f"{len(questions)} questions to {lm.name}"))
+    found = _as_dicts(scores)
+    columns = ("slot", "right", "accuracy", "95% interval", "change", "prompt")
+    title = f"{len(questions)} questions to {lm.name}"
+    Console().print(table(title, columns, map(_cells, found), texts=["slot", "prompt"]))
     if asked.out is not None:
         whole = msgspec.json.encode({"settings": asked, "scores": found}, enc_hook=str)
         asked.out.write_bytes(msgspec.json.format(whole, indent=1) + b"\n")
@@ -133,36 +126,30 @@ def score_command(arguments: list[str]) -> int:
     return 0
 
 
-def _filled_in(options: Score, rows: Sequence[Inversion]) -> Score:
-    """With what the user left out as the run did that the rows are of, or as usual."""
-    found = {}
-    for name in (name for name in _USUAL if getattr(options, name) is None):
-        values = {seen[name] for row in rows if name in (seen := _recorded(row))}
-        if len(values) > 1:
-            raise InputError(
-                f"Expected `--{name}` to be given with rows that differ in it, but it is unset "
-                f"({', '.join(sorted(map(repr, values)))} in {options.results})."
-            )
-        found[name] = values.pop() if values else _USUAL[name]
-    return replace(options, **found)
+def _recorded(rows: Sequence[Inversion], given: set[str]) -> dict[str, Any]:
+    """The options that rows were made with, except those that are given."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        values: dict[str, Any] = {"lm": row.model, "dtype": row.dtype}
+        context = row.examples[0].context if row.examples else row.context
+        if context is not None and context.template is not None:
+            reasoning = context.reasoning
+            values |= {"template": context.template, "chat": context.chat}
+            values["two_stages"] = reasoning is not None
+            if reasoning is not None:
+                values["trigger"] = reasoning.trigger
+                values["max_reasoning_tokens"] = reasoning.max_tokens
+        for name in values.keys() - given:
+            if found.setdefault(name, values[name]) != values[name]:
+                raise InputError(
+                    f"Expected `--{name}` to be given with rows that differ in it, but it is not "
+                    f"({found[name]!r} and {values[name]!r})."
+                )
+    return found
 
 
-def _recorded(row: Inversion) -> dict[str, Any]:
-    """How the LM was asked for a row."""
-    values: dict[str, Any] = {"lm": row.model, "dtype": row.dtype}
-    context = row.examples[0].context if row.examples else row.context
-    if context is None or context.template is None:
-        return values
-    values |= {"template": context.template, "chat": context.chat}
-    values["two_stages"] = context.reasoning is not None
-    if context.reasoning is not None:
-        values["trigger"] = context.reasoning.trigger
-        values["max_reasoning_tokens"] = context.reasoning.max_tokens
-    return values
-
-
-def _rows(scores: dict[str, Accuracy]) -> list[dict[str, Any]]:
-    """What is told of each prompt."""
+def _as_dicts(scores: dict[str, Accuracy]) -> list[dict[str, Any]]:
+    """The scores as they are written to `--out`."""
     relative = changes(scores)
     return [
         {
@@ -180,11 +167,7 @@ def _rows(scores: dict[str, Accuracy]) -> list[dict[str, Any]]:
     ]
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> Table:
-    shown = "{name}|{right} of {total}|{accuracy:.1%}|{interval[0]:.1%} to {interval[1]:.1%}"
-    lines = []
-    for row in rows:
-        change = "-" if row["relative_change"] is None else f"{row['relative_change']:+.1%}"
-        lines.append((*shown.format(**row).split("|"), change, row["prompt_text"]))
-    columns = ("slot", "right", "accuracy", "95% interval", "change", "prompt")
-    return table(title, columns, lines, texts=["slot", "prompt"])
+def _cells(row: dict[str, Any]) -> list[str]:
+    cells = "{name}|{right} of {total}|{accuracy:.1%}|{interval[0]:.1%} to {interval[1]:.1%}"
+    change = "-" if row["relative_change"] is None else f"{row['relative_change']:+.1%}"
+    return [*cells.format(**row).split("|"), change, row["prompt_text"]]

@@ -15,7 +15,7 @@ from dlmi.lm.placement import default_device
 from dlmi.run.data import TargetDataModule
 from dlmi.targets.by_rank import describe_target
 from dlmi.targets.files import write_targets
-from dlmi.targets.sources import ByRank, File, TargetSource, Texts
+from dlmi.targets.sources import ByRank, File, Texts
 from dlmi.targets.target import Target
 
 
@@ -29,7 +29,7 @@ def make_parser() -> CommandParser:
 
 
 def targets_command(arguments: list[str]) -> int:
-    """Generate targets, or take those of a file or of texts, and write them with their ranks."""
+    """Write targets; returns the exit code."""
     options = make_parser().read(arguments)
     own = {name: options.pop(name) for name in ("out", "texts", "file")}
     generated = ByRank(**{field.name: options.pop(field.name) for field in fields(ByRank)})
@@ -47,21 +47,17 @@ def write(
     """Write targets with their ranks, probabilities and perplexity to a JSONL file.
 
     Args:
-        generated: What is written unless told otherwise.
+        generated: Written unless there are `texts` or a `file`.
         options: Of the data module.
         out: File to write; must not exist.
-        texts: In place of generated ones: texts.
-        file: In place of generated ones: those of a file, as of `fit`'s `data.targets` File.
+        texts: Texts to write instead of generated targets.
+        file: A file to read instead, as of `fit`'s `data.targets` File.
     """
     check_new_file(out)
     if texts is not None and file is not None:
         raise InputError("Expected `--texts` or `--file`, but got both.")
-    source: TargetSource = generated
-    if texts is not None:
-        source = Texts(texts)
-    elif file is not None:
-        source = File(file)
-    data = TargetDataModule(**options, targets=source)
+    source = generated if texts is None else Texts(texts)
+    data = TargetDataModule(**options, targets=source if file is None else File(file))
     data.load(default_device())
     made = [describe_target(data.lm, target) for target in data.targets]
     write_targets(out, made)
@@ -72,6 +68,7 @@ def write(
 
 
 def _rows(targets: list[Target]) -> Iterator[tuple[object, ...]]:
+    """The cells of the table, a row for each k."""
     for k in sorted({t.k for t in targets}, key=lambda k: (k is None, k)):
         group = [t for t in targets if t.k == k]
         values = [t.perplexity for t in group if t.perplexity is not None]

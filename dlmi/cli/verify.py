@@ -1,10 +1,10 @@
-"""`python -m dlmi verify`: decode found prompts again, where they were found or elsewhere."""
+"""`python -m dlmi verify`: decode found prompts again, in the same or in other models."""
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.progress import track
@@ -22,8 +22,6 @@ from dlmi.run.data import LoadOptions
 from dlmi.scoring.verification import Transfer, try_row, verify_row
 from dlmi.text import visible
 
-_Load = Callable[[str, str], FrozenLM]
-
 
 def make_parser() -> CommandParser:
     """The options."""
@@ -40,10 +38,10 @@ def verify(
     out: Path | None = None,
     load: LoadOptions = LoadOptions(),  # noqa: B008  # it is frozen
 ) -> int:
-    """Load the LM and decode every prompt of a results.jsonl again.
+    """Load the LM and decode every prompt of a results.jsonl again, from its ids and its text.
 
-    One at a time, from its ids and from its text; exit code 1 where a recorded value does not hold.
-    With --lm or --dtype: do the prompts work there, too?
+    Exit code 1 where a recorded value does not hold. With --lm or --dtype: do the prompts work
+    there, too?
 
     Args:
         results: A results.jsonl, or the run folder with it.
@@ -51,7 +49,7 @@ def verify(
         dtype: Try them in this dtype, or in each of a list. Default: that of the rows.
         as_text: Send text instead of ids, for models with another tokenizer.
         out: JSONL with each prompt; must not exist.
-        load: Rare ways to load an LM.
+        load: Rare options for loading the LM.
     """
     rows = read_rows(results)
     if not rows:
@@ -67,14 +65,18 @@ def verify(
             raise InputError(
                 "Expected `--lm` or `--dtype` with `--out` or `--as_text`, but got none."
             )
-        return _verify(rows, load_named)
+        return _verify(rows, functools.cache(load_named))
     check_new_file(out)
+    lms, dtypes = (value if isinstance(value, list) else [value] for value in (lm, dtype))
     if not as_text:
-        for name, other in itertools.product(_as_list(lm), {row.model for row in rows}):
+        for name, other in itertools.product(lms, {row.model for row in rows}):
             if name not in (None, other):
                 _check_same_tokens(name, other)
+    places: dict[tuple[str, str], list[Inversion]] = {}  # so that each model is loaded once
+    for name, kind, row in itertools.product(lms, dtypes, rows):
+        places.setdefault((name or row.model, kind or row.dtype), []).append(row)
     tried: list[Transfer] = []
-    for place, members in _places(rows, _as_list(lm), _as_list(dtype)).items():
+    for place, members in places.items():
         model = load_named(*place)
         tried += [try_row(model, row, as_text) for row in members]
     Console().print(_table(rows, tried))
@@ -84,26 +86,26 @@ def verify(
     return 0
 
 
-def _verify(rows: Sequence[Inversion], load: _Load) -> int:
-    """Decode where the prompts were found."""
-    lms: dict[tuple[str, str], FrozenLM] = {}
-    failures: list[str] = []
-    exact_ids = exact_text = 0
+def _verify(rows: Sequence[Inversion], load: Callable[[str, str], FrozenLM]) -> int:
+    """Decode the prompts in the LM and dtype of their rows; returns the exit code."""
     screen = Console(stderr=True)
-    for row in track(rows, "decoding", console=screen, disable=not sys.stderr.isatty()):
-        key = row.model, row.dtype
-        if key not in lms:
-            lms[key] = load(*key)
-        verified = verify_row(lms[key], row)
-        failures += [f"{row.target_id}: {problem}" for problem in verified.problems]
-        exact_ids += verified.exact
-        exact_text += verified.text_exact
+    progress = track(rows, "decoding", console=screen, disable=not sys.stderr.isatty())
+    found = [verify_row(load(row.model, row.dtype), row) for row in progress]
     lines = [
-        ("exact from ids", sum(row.exact for row in rows), exact_ids),
-        ("exact from text", sum(row.round_trip_lcs == 1 for row in rows), exact_text),
+        ("exact from ids", sum(r.exact for r in rows), sum(v.exact for v in found)),
+        (
+            "exact from text",
+            sum(r.round_trip_lcs == 1 for r in rows),
+            sum(v.text_exact for v in found),
+        ),
     ]
     title = f"{len(rows)} prompts decoded again, one at a time"
     Console().print(table(title, ("", "recorded", "now"), lines, texts=[""]))
+    failures = [
+        f"{row.target_id}: {problem}"
+        for row, verified in zip(rows, found, strict=True)
+        for problem in verified.problems
+    ]
     for failure in failures:
         print(visible(failure))
     print(f"{len(rows)} rows, {len(failures)} recorded values do not hold")
@@ -125,26 +127,10 @@ def _check_same_tokens(name: str, other: str) -> None:
         )
 
 
-def _places(
-    rows: Sequence[Inversion], lms: list[str | None], dtypes: list[DType | None]
-) -> dict[tuple[str, DType], list[Inversion]]:
-    """The rows by model and dtype where they are tried, so that each model is loaded once."""
-    found: dict[tuple[str, DType], list[Inversion]] = {}
-    for lm, dtype, row in itertools.product(lms, dtypes, rows):
-        wanted = dtype or row.dtype
-        if wanted not in get_args(DType):
-            raise InputError(
-                f"Expected row {row.target_id} to name a dtype, but got {wanted!r}. Give one with "
-                "`--dtype`."
-            )
-        found.setdefault((lm or row.model, cast(DType, wanted)), []).append(row)
-    return found
-
-
 def _table(rows: Sequence[Inversion], tried: Sequence[Transfer]) -> Table:
-    """What the rows say, and below it each model and dtype where their prompts were tried.
+    """A line for the recorded values, then one for each model and dtype that was tried.
 
-    Exact counts the rows that were exact and still are; LCS is the honest mean over all rows.
+    "exact" counts only rows that are recorded as exact; LCS is the mean over all rows.
     """
     exact = [row for row in rows if row.exact]
     lines = [
@@ -167,11 +153,6 @@ def _table(rows: Sequence[Inversion], tried: Sequence[Transfer]) -> Table:
     title = f"{len(rows)} prompts elsewhere, decoded one at a time"
     columns = ("model", "dtype", "exact: ids", "exact: text", "LCS: ids", "LCS: text")
     return table(title, columns, lines, texts=["model", "dtype"])
-
-
-def _as_list(value: Any) -> list[Any]:
-    """One value, or several, or None for that of each row."""
-    return value if isinstance(value, list) and value else [value or None]
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""For one text: find its prompt, in one call or one command, with no files."""
+"""Finds the prompt of one text, in one call or one command, without files."""
 
 from dlmi.invert_text.progress import Progress
 from dlmi.invert_text.search import invert

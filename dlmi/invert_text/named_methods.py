@@ -1,8 +1,8 @@
-"""Methods by name, set for a budget of minutes.
+"""Methods by name, with settings for a budget of minutes.
 
-Their own defaults are the published ones, which are too slow for that: here steps are cheap, and
-prompts are decoded after a few of them. GCG that keeps its prompt unless a candidate is better gets
-stuck when it sees few of them, so it takes the best even if that is worse.
+The defaults of the methods are the published ones, which are too slow for that: here steps are
+cheap, and prompts are decoded after a few of them. With few candidates GCG gets stuck if it keeps
+its prompt unless one is better, so it takes the best candidate even if that is worse.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,17 @@ _SETTINGS: Mapping[str, Method[Any]] = {
     "GCG": GCG(search_width=64, topk=64, buffer_size=0),
 }
 _EVAL_EVERY = {"ADC": 8, "SwapSearch": None}  # others: 4
-METHOD_NAMES = sorted({*methods.__all__} - {"Refined"})  # which wraps another object
+METHOD_NAMES = sorted({*methods.__all__} - {"Refined"})  # it wraps another method
 
 
 def named_method(
     method: str | Method[Any], options: Mapping[str, Any]
 ) -> tuple[Method[Any], int | None]:
-    """A method by its name, and after how many steps to decode; a method itself is kept as it is.
-
-    The options are what to change of a method that is named.
-    """
+    """A method, and after how many steps to decode; `options` change a named one."""
     if isinstance(method, Method):
         if options:
             raise InputError(
-                "Expected `options` with the name of a method alone, but got an object as "
+                "Expected `options` only with the name of a method, but got an object as "
                 f"`method`. Make it a {type(method).__name__} with these settings."
             )
         return method, None

@@ -1,8 +1,9 @@
-"""How a search stands, told to whoever asked after each step, and how Ctrl-C ends it."""
+"""The progress of a search, and how Ctrl-C ends it."""
 
 import dataclasses
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How the search for one text stands; prompt and output are the best so far, at any length."""
+    """The state of the search for one text; prompt and output are the best so far."""
 
     text: str  # what the LM is to say
     target_ids: tuple[int, ...]
@@ -37,14 +38,14 @@ class Progress:
     lcs: float  # honest LCS ratio
     exact: bool  # whether the output is the text, token for token
     seconds: float  # since the search began
-    seconds_left: float | None  # of the budget; None where that is in steps alone
+    seconds_left: float | None  # of the budget; None if only steps are limited
 
 
 class Watch(InversionCallback):
-    """Follows the runs of a search, and keeps the best of each text.
+    """Reports the progress of a search and keeps the best row of each text.
 
     Args:
-        on_progress: Called after each step and each evaluation, for each text in flight.
+        on_progress: Called after each step and each evaluation, for each text in progress.
         seconds: Budget of time, or None.
 
     Attributes:
@@ -60,33 +61,29 @@ class Watch(InversionCallback):
         self._on_progress = on_progress
         self._budget = seconds
         self._started = time.monotonic()
-        self._best: dict[str | None, Evaluation] = {}  # by group, too
+        self._best: dict[str | None, Evaluation] = {}  # by group
 
     @property
     def seconds(self) -> float:
-        """Since the search began."""
+        """Seconds since the search began."""
         return time.monotonic() - self._started
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the budget; None where there is no limit."""
+        """Seconds left of the budget; None without a limit."""
         return None if self._budget is None else max(0.0, self._budget - self.seconds)
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
-        """Keep what is the best of its text; ties keep the earlier."""
-        for slot in slots:
-            assert slot.best is not None
-            best = self._best.setdefault(slot.target.group, slot.best)
-            self._best[slot.target.group] = max(best, slot.best, key=lambda e: e.score)
+        """Report the best of each text."""
         self._show(slots)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Inverter, *_: Any) -> None:  # type: ignore[override]
-        """End the run if someone asks for it."""
+        """Report each text, and end the run after Ctrl-C."""
         self._show(pl_module.active)
         pl_module.stop_requested |= self.stop_requested
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
-        """Keep the best row of its text; ties keep that of the shorter prompt."""
+        """Keep the best row of each text; of equal ones that of the shorter prompt."""
         may_break = not module.vocabulary.must_round_trip
         group = row.target_id.rpartition("#")[0]
         row = dataclasses.replace(row, seconds=self.seconds)
@@ -97,11 +94,11 @@ class Watch(InversionCallback):
         )
 
     def result(self, group: str) -> Inversion:
-        """The row of a text, with the seconds of the whole search and why that ended."""
+        """The row of a text, with the seconds and the stop reason of the whole search."""
         row = self.found[group]
         if row.exact:
             return row
-        # Only Ctrl-C interrupts: a run that is out of time has spent its budget.
+        # A run that is out of time counts as interrupted; here it has spent its budget.
         reason = row.stop_reason.replace("interrupted", "budget")
         reason = "interrupted" if self.stop_requested else reason
         return dataclasses.replace(row, seconds=self.seconds, stop_reason=reason)
@@ -109,6 +106,10 @@ class Watch(InversionCallback):
     def _show(self, slots: Sequence[Slot]) -> None:
         if self._on_progress is None:
             return
+        for slot in slots:
+            assert slot.best is not None
+            best = self._best.get(slot.target.group, slot.best)
+            self._best[slot.target.group] = max(best, slot.best, key=lambda e: e.score)
         for slot in {slot.target.group: slot for slot in slots}.values():
             best, lm = self._best[slot.target.group], slot.tokens.lm
             progress = Progress(
@@ -130,10 +131,10 @@ class Watch(InversionCallback):
 
     @contextmanager
     def stop_on_ctrl_c(self) -> Iterator[None]:
-        """Let the first Ctrl-C end the run after its step, and the second stop at once.
-
-        Lightning would end the whole program.
-        """
+        """Let the first Ctrl-C end the run after its step, and a second one stop at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread can handle signals
+            return
         previous = signal.getsignal(signal.SIGINT)
 
         def request_stop(signum: int, frame: FrameType | None) -> None:
@@ -141,15 +142,11 @@ class Watch(InversionCallback):
             signal.signal(signal.SIGINT, previous)
             _log.info("stopping after this step; Ctrl-C again stops at once")
 
-        try:
-            signal.signal(signal.SIGINT, request_stop)
-        except ValueError:  # not the main thread: whoever owns that handles signals
-            yield
-            return
+        signal.signal(signal.SIGINT, request_stop)
         try:
             yield
         except SystemExit as ended:
-            if self.stop_requested:  # a second Ctrl-C, of which Lightning makes an exit code of 1
+            if self.stop_requested:  # Lightning raises this after a second Ctrl-C
                 raise KeyboardInterrupt from ended
             raise
         finally:

@@ -1,7 +1,7 @@
-"""How a search looks while it runs, and what it found.
+"""Shows a search and its result in the terminal.
 
-Progress goes to stderr, so that stdout holds the result and nothing else. Model text is only ever
-shown through `visible` or quoted, and never as rich markup.
+Progress goes to stderr and the result to stdout. Text of a model is shown through `visible` or
+quoted, and never as rich markup.
 """
 
 import logging
@@ -25,13 +25,12 @@ from dlmi.text import clock, visible
 
 @contextmanager
 def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], None]]:
-    """What shows progress: live lines on a terminal; elsewhere a plain line now and then."""
+    """Gives a function that shows progress: live in a terminal, else a line every few seconds."""
     console = Console(stderr=True, highlight=False, markup=False)
     handler = logging.Handler()
     handler.emit = lambda record: console.print(record.getMessage(), soft_wrap=True)  # type: ignore[method-assign]
     logger = logging.getLogger("dlmi.invert_text")
     logger.addHandler(handler)
-    level = logger.level
     logger.setLevel(logging.INFO)
     next_line = 0.0
 
@@ -50,7 +49,6 @@ def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], N
             yield show_line
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def _block(progress: Progress) -> Group:
@@ -65,26 +63,24 @@ def _block(progress: Progress) -> Group:
 
 def _state(progress: Progress) -> str:
     left = "" if progress.seconds_left is None else f", at most {clock(progress.seconds_left)} left"
-    copied = own_words(progress.text, progress.prompt_text)
     return (
         f"N={progress.prompt_length}, step {progress.step}, best LCS {progress.lcs:.2f}, "
         f"{clock(progress.seconds)}{left}"
-        + (f", holds the text's own {_listed(copied)}" if copied else "")
     )
 
 
 def _marked(target_ids: Sequence[int], output_ids: Sequence[int], tokens: Sequence[str]) -> Text:
-    """An output: what belongs to the LCS green, the rest red."""
+    """Tokens of an output, green where they belong to the LCS, else red."""
     pairs = zip(tokens, lcs_members(target_ids, output_ids), strict=True)
     return Text.assemble(*((visible(text), "green" if right else "red") for text, right in pairs))
 
 
 def print_found(row: Inversion) -> None:
-    """The result, line by line, on stdout; what one pastes stands there for Python and shells."""
+    """Print the result, with the prompt quoted for Python and for a shell."""
     pasted = "the same" if row.round_trips else f"honest LCS {row.round_trip_lcs:.2f}"
     verdict = "exact" if row.exact else "best effort"
     found = f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, {row.seconds:.1f} s"
-    whole = whole_prompt(row)
+    whole, copied = row.full_text or row.prompt_text, own_words(row.target_text, row.prompt_text)
     lines = {
         "text": Text(repr(row.target_text)),
         "prompt": Text(repr(row.prompt_text), "cyan"),
@@ -95,7 +91,7 @@ def print_found(row: Inversion) -> None:
             '"', _marked(row.target_ids, row.output_ids, row.output_tokens), '"'
         ),
         "when pasted": Text(pasted),
-        "own words": Text(_listed(own_words(row.target_text, row.prompt_text)) or "none"),
+        "own words": Text(visible(", ".join(copied)) or "none"),
         "honest LCS": Text(f"{row.lcs:.2f}, {verdict}", "green" if row.exact else "yellow"),
         "found by": Text(found + (", interrupted" if row.stop_reason == "interrupted" else "")),
     }
@@ -104,31 +100,23 @@ def print_found(row: Inversion) -> None:
 
 
 def print_advice(row: Inversion, options: Mapping[str, Any]) -> None:
-    """What to try where the text was not found, on stderr."""
+    """Print what to try if the text was not found."""
     text, alone = row.target_text, options["template"] is None and not options["chat"]
     seconds = round(5 * (options["seconds"] or max(row.seconds, 60)))
     longer = 2 * len(row.prompt_ids)
     tips = {
-        f'" {text.strip()[:20]} ..."': "with a space first, as in the middle of a line"
-        if alone and text[0].isalnum()
-        else "",
         f"--seconds {seconds}": "more time",
-        f"--prompt_length {longer}": "a longer prompt, with all of the time",
-        f"--seed {options['seed'] + 1} --restarts 4": "other starts, four side by side",
-        "--forbid_target_tokens none": "the text's own words may be in the prompt"
-        if options["forbid_target_tokens"] != "none"
-        else "",
+        f"--prompt_length {longer}": "only longer prompts, for all of the time",
+        f"--seed {options['seed'] + 1} --restarts 4": "four other starts at the same time",
     }
+    if alone and text[0].isalnum():
+        tips[f'" {text.strip()[:20]} ..."'] = "with a space first, as in the middle of a line"
+    if options["forbid_target_tokens"] != "none":
+        tips["--forbid_target_tokens none"] = "the text's own words may be in the prompt"
     console = Console(stderr=True, highlight=False, markup=False)
     console.print("Not found. What to try next:")
     for option, why in tips.items():
-        if why:
-            console.print(f"  {visible(option):<28} {why}", soft_wrap=True)
-
-
-def whole_prompt(row: Inversion) -> str:
-    """What one pastes: the prompt, with what stands around it."""
-    return row.full_text or row.prompt_text
+        console.print(f"  {visible(option):<28} {why}", soft_wrap=True)
 
 
 def shell_quoted(text: str) -> str:
@@ -148,7 +136,7 @@ def shell_quoted(text: str) -> str:
 
 
 def own_words(text: str, prompt: str) -> list[str]:
-    """Words of a prompt that are words of the text, or like them (`stems`).
+    """Words of a prompt that are, or resemble, words of the text.
 
     >>> own_words(" The quick brown fox", " quickly, the Foxes Browne red")
     ['quickly', 'the', 'foxes', 'browne']
@@ -158,11 +146,6 @@ def own_words(text: str, prompt: str) -> list[str]:
 
 
 def _is_near(word: str, target: str) -> bool:
-    run = SequenceMatcher(None, word, target, autojunk=False).find_longest_match().size
-    if len(target) <= 3:
-        return word == target or run == len(target) == 3
-    return run >= max(3, (min(len(word), len(target)) + 1) // 2)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(visible(word) for word in words)
+    shared = SequenceMatcher(None, word, target, autojunk=False).find_longest_match().size
+    needed = 3 if len(target) == 3 else max(3, (min(len(word), len(target)) + 1) // 2)
+    return word == target or shared >= needed

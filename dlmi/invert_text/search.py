@@ -1,8 +1,8 @@
-"""`invert`: from a text to its prompt in one call.
+"""`invert`: the prompt of a text in one call.
 
-Prompts of growing length are tried within one budget. A run inverts all texts that are still open,
-each from several starts, side by side in slots. The starts of a text are targets of one group: the
-first that is exact ends the others, and the last open text ends the run.
+Prompts of growing length are tried within one budget. Each length is a run over all texts that are
+not solved, each from several starts. The starts of a text are targets of one group: the first
+exact one ends the others.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.invert_text.named_methods import named_method
 from dlmi.invert_text.progress import Progress, Watch
 from dlmi.lm.frozen_lm import FrozenLM
@@ -40,6 +40,16 @@ _MOST_COPIES = 3  # of the text, as a trivial prompt
 _log = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Replace the names of `fit`'s options in errors by the arguments of `invert`."""
+    try:
+        yield
+    except InputError as error:
+        line = re.sub(r"`data\.targets\.texts(?:\[0\])?", "`text", str(error))
+        raise InputError(re.sub(r"`(?:model\.method|model|data)\.(?=\w)", "`", line)) from error
+
+
 @overload
 def invert(lm: Any, text: str, **options: Any) -> Inversion: ...
 
@@ -48,7 +58,8 @@ def invert(lm: Any, text: str, **options: Any) -> Inversion: ...
 def invert(lm: Any, text: Sequence[str], **options: Any) -> list[Inversion]: ...
 
 
-def invert(  # type: ignore[misc]  # the options stand here alone
+@_own_names()  # type: ignore[misc]  # the overloads do not repeat the options
+def invert(
     lm: FrozenLM | str | tuple[Any, Any],
     text: str | Sequence[str],
     *,
@@ -71,105 +82,98 @@ def invert(  # type: ignore[misc]  # the options stand here alone
 ) -> Inversion | list[Inversion]:
     """Find the prompt after which a language model greedily says a text.
 
-    Nothing is written and nothing is printed; what it is doing goes to the logger
-    `dlmi.invert_text`, at level INFO. Ctrl-C ends the search and gives the best so far.
+    Writes and prints nothing; messages go to the logger `dlmi.invert_text` at level INFO. Ctrl-C
+    ends the search and returns the best so far.
 
     Args:
         lm: A FrozenLM, a name for `load_lm`, or a pair of a causal LM of transformers and its
             tokenizer; the LM is frozen (`eval`, no gradients for its weights) and stays so.
-        text: What it is to say, or several texts, which are inverted side by side.
-        prompt_length: Tokens of the prompt, or `auto`: 4, then 8, 16 and 32 as long as nothing is
-            exact, each with an equal share of the budget.
-        method: Name of a method, which is then set for small budgets; in Python also a method
-            itself, taken as it is.
-        options: What to change of a method that is named: '{"width": 64}'.
-        seconds: Budget of time, for all texts together. Unset: 120, unless there are `steps`.
+        text: What it is to say, or several texts, which are inverted together.
+        prompt_length: Tokens of the prompt, or `auto`: 4, then 8, 16 and 32 until a text is found,
+            each with an equal share of the budget.
+        method: Name of a method, with settings for small budgets; in Python also a method.
+        options: Settings of the named method to change: '{"width": 64}'.
+        seconds: Budget of time, for all texts together. Default: 120, unless `steps` is given.
         steps: Budget of steps, for each start of each text.
-        restarts: Starts of each text, side by side; the first that is exact ends the others.
-        seed: Fixes the noise.
-        allowed_tokens: What a prompt may hold, as in `fit`'s `model`. The default keeps to prompts
-            that survive being pasted.
-        forbid_target_tokens: What it may not hold: `none`, the text's `ids`, its `words`, or its
-            words and their near-copies (`stems`).
+        restarts: Starts of each text at the same time; the first exact one ends the others.
+        seed: Of the noise.
+        allowed_tokens: Tokens of prompts, as in `fit`'s `model`. With the default a prompt is the
+            same after it is pasted as text.
+        forbid_target_tokens: What a prompt may not hold: `none`, the text's `ids`, its `words`, or
+            its words and near-copies of them (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
         prompt_bos: Put BoS before the prompt.
         template: Text around the prompt, with {slot} where its tokens go: "Q:{slot} A:"; or a chat,
             as a list of messages: '[{"role": "user", "content": "Joke {slot}"}]'. On the command
-            line also a file, .json or .yaml, that holds either.
-        chat: Make it the user's message of a chat, as the tokenizer's own chat template has it.
-        dtype: Of an LM that is given by its name, as in `fit`'s `data`.
-        pass_dtype: What the LM searches in; `auto` is the fastest, measured once for a machine.
-            What is found is measured in the LM's own dtype.
+            line also a file, .json or .yaml, with either.
+        chat: Make the template the user's message of a chat.
+        dtype: Of an LM that is given by name, as in `fit`'s `data`.
+        pass_dtype: In which the LM searches; `auto` is the fastest, measured once for a machine.
+            Results are measured in the LM's own dtype.
         on_progress: Called after each step and each evaluation, for each text that is not solved.
 
     Returns:
         The row of the best start, as `fit` writes it, but with the seconds since the search began;
-        for several texts a list of rows in their order. `stop_reason` is `interrupted` after
-        Ctrl-C.
+        for several texts a list of rows. `stop_reason` is `interrupted` after Ctrl-C.
 
     Raises:
-        InputError: If something of this cannot be.
+        InputError: If an argument is invalid.
     """
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
-    counts = {"prompt_length": prompt_length, "steps": steps, "restarts": restarts}
-    for name, value in counts.items():
-        if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
-            raise InputError(f"Expected `{name}` to be at least 1, but got {value!r}.")
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"Expected `seconds` to be positive, but got {seconds}.")
-    with _own_names():
-        check_allowed_tokens(allowed_tokens)
-        around = find_template(template, chat, "`template`")
-        if around is not None and around.fields:
-            raise InputError(
-                f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}}"
-                " is a field. `fit` fills fields, from a targets file."
+    lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
+    check_at_least_one("model", prompt_length=lengths[0], steps=steps, restarts=restarts)
+    check_positive("model", seconds=1.0 if seconds is None else seconds)
+    check_allowed_tokens(allowed_tokens)
+    around = find_template(template, chat, "`template`")
+    if around is not None and around.fields:
+        raise InputError(
+            f"Expected `template` to hold `{{slot}}` and fixed text, but {{{around.fields[0]}}}"
+            " is a field. `fit` fills fields, from a targets file."
+        )
+    asked, eval_every = named_method(method, options or {})
+    lm = _as_frozen_lm(lm, dtype)
+    targets = texts_to_targets(lm, texts, around)
+    for target in targets:
+        _log.info(_about_copying(lm, target))
+    if lm.max_positions is not None:  # those that fit; the shortest in any case
+        room = lm.max_positions - max(target.longest_row(0) for target in targets)
+        lengths = tuple(n for n in lengths if n < room) or lengths[:1]
+    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+    with watch.stop_on_ctrl_c():
+        for index, length in enumerate(lengths):
+            left = watch.seconds_left
+            solved = {group for group, row in watch.found.items() if row.exact}
+            if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
+                break
+            starts = [  # targets of one group, with noise of their own
+                dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
+                for start in range(restarts)
+                for target in targets
+                if target.id not in solved
+            ]
+            inverter = Inverter(
+                asked,
+                prompt_length=length,
+                steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
+                eval_every=eval_every,
+                prompt_bos=prompt_bos,
+                allowed_tokens=allowed_tokens,
+                forbid_target_tokens=forbid_target_tokens,
+                fluency=fluency,
+                pass_dtype=pass_dtype,
+                seed=seed,
             )
-        asked, eval_every = named_method(method, options or {})
-        lm = _as_frozen_lm(lm, dtype)
-        targets = texts_to_targets(lm, texts, around)
-        for target in targets:
-            _log.info(_about_copying(lm, target))
-        lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
-        if lm.max_positions is not None:  # those that fit; the shortest in any case
-            room = lm.max_positions - max(target.longest_row(0) for target in targets)
-            lengths = tuple(n for n in lengths if n < room) or lengths[:1]
-        watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
-        with watch.stop_on_ctrl_c():
-            for index, length in enumerate(lengths):
-                left = watch.seconds_left
-                solved = {group for group, row in watch.found.items() if row.exact}
-                if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
-                    break
-                starts = [  # targets of one group, with noise of their own
-                    dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
-                    for start in range(restarts)
-                    for target in targets
-                    if target.id not in solved
-                ]
-                inverter = Inverter(
-                    asked,
-                    prompt_length=length,
-                    steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
-                    eval_every=eval_every,
-                    prompt_bos=prompt_bos,
-                    allowed_tokens=allowed_tokens,
-                    forbid_target_tokens=forbid_target_tokens,
-                    fluency=fluency,
-                    pass_dtype=pass_dtype,
-                    seed=seed,
-                )
-                data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-                share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
-                run_quietly(inverter, data, [watch], share)
+            data = TargetDataModule.of(lm, starts, batch_size=len(starts))
+            share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
+            run_quietly(inverter, data, [watch], share)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
 
 
 def _about_copying(lm: FrozenLM, target: Target) -> str:
-    """Whether the trivial prompt, the text itself, once or repeated, makes the LM say it."""
+    """A line that says whether the text itself, once or repeated, works as a prompt."""
     for copies in range(1, _MOST_COPIES + 1):
         if target.longest_row(copies * len(target.ids)) > (lm.max_positions or math.inf):
             break
@@ -181,20 +185,8 @@ def _about_copying(lm: FrozenLM, target: Target) -> str:
     return f"the text itself, up to {_MOST_COPIES} times over, does not work as a prompt"
 
 
-@contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """Let errors of the parts name the arguments of `invert`, not those of `fit`."""
-    try:
-        yield
-    except InputError as error:
-        line = re.sub(r"`data\.targets\.texts\[0\]`", "`text`", str(error))
-        line = re.sub(r"`data\.targets\.texts", "`text", line)
-        line = re.sub(r"`(?:model\.method|model|data)\.(?=\w)", "`", line)
-        raise InputError(line) from error
-
-
 def _as_frozen_lm(lm: Any, dtype: DType) -> FrozenLM:
-    """Whatever stands for an LM as the LM itself; one that is loaded goes to the accelerator."""
+    """The LM for the argument `lm`; one that is loaded here goes to the accelerator."""
     if isinstance(lm, FrozenLM):
         return lm
     if isinstance(lm, str):

@@ -68,7 +68,7 @@ def test_the_command_measures_prints_and_writes(model_folder, tmp_path, monkeypa
     assert ended.value.code == 0
     screen = capsys.readouterr().out
     assert "step / floor" in screen
-    assert "floor: what nobody can leave out" in screen
+    assert "floor: what no implementation can leave out" in screen
     report = json.loads(out.read_text())
     assert report["model"] == str(model_folder())
     assert report["matmul_gflops"] > 0

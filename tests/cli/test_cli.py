@@ -348,8 +348,8 @@ def test_bad_input_is_one_clear_line(name, tiny_flags, model_folder, tmp_path, c
 
 # Settings by their former names, and what the line must say they are now.
 FORMER = {
-    "--model DLMI": "`model.method DLMI`",
-    "--model EchoSearch": "`model.method SwapSearch`",
+    "--model DLMI": "`model.method`",
+    "--model EchoSearch": "`model.method`",
     "--model.method EchoSearch": "`SwapSearch`",
     "--model.method DLMI --model.tau0 1": "`model.method.tau0`",
     "--model.method DLMI --model.init_args.tau0 1": "`model.method.tau0`",
@@ -370,7 +370,7 @@ FORMER = {
     "--model.method DLMI --data.trust_remote_code true": "`data.load.trust_remote_code`",
     "--model.method DLMI --data.shared true": "`data.share",
     "--model.method DLMI --data.questions sums": "`data.targets Questions",
-    "--config {model: DLMI}": "`model.method DLMI`",
+    "--config {model: DLMI}": "`model.method`",
     "--config {model: {class_path: DLMI}}": "`model.method`",
     "--config {model: {class_path: DLMI, init_args: {tau0: 1}}}": "`model.method.tau0`",
     "--config {model: {init_args: {tau0: 1}}}": "`model.method.tau0`",
@@ -485,7 +485,7 @@ HOSTILE_CONFIGS = {
     "cycle": (f"{DLMI}a: &a [*a]\n", "refers to itself"),
     "cycle_in_model": ("model: {method: &a {class_path: DLMI, init_args: *a}}\n", "to itself"),
     "depth": ("model: " + "[" * 100_000, "nested too deeply"),
-    "unfolding": (unfolding(), "more than 100,000 values"),
+    "unfolding": (unfolding(), "more than 20 aliases"),
     "object": ("model: !!python/object/apply:os.mkdir [hit]\n", "python/object"),
     "binary": (b"\xff\xfe\x00", "c.yaml to be UTF-8"),
     "no_yaml": ("model: [\n", 'c.yaml", line 2'),
