@@ -121,16 +121,17 @@ class Engine:
         assert asked.like_ids is not None
         differs = asked.prompts.ne(asked.like_ids)  # (C, N)
         # Of the prompt itself, the logits of its last token are needed.
-        last = asked.length - 1
-        first = torch.where(differs.any(-1), differs.int().argmax(-1), last).tolist()
+        size, end = asked.length, asked.length - 1
+        first = torch.where(differs.any(-1), differs.int().argmax(-1), end).tolist()
         if not self.lm.can_pack:  # all as one plain batch
             first = [min(first)] * len(first)
         rows_from: dict[int, list[Row]] = {i: [] for i in first}
         for example in asked.examples:
-            whole_ids, before = _whole_ids(asked.like_ids, example), example.context.start_ids
-            starts = [len(before) + p for p in example.context.positions(asked.length)]
+            before = len(example.context.start_ids)
+            starts = [before + position for position in example.context.positions(size)]
+            prefix_ids = _whole_ids(asked.like_ids, example)[: starts[max(first)]]
             for i, rows in rows_from.items():
-                rows.append(Row(asked.length, example, whole_ids[: starts[max(first)]], starts[i]))
+                rows.append(Row(size, example, prefix_ids, starts[i]))
         return [tuple(rows_from[i]) for i in first]
 
     def _kept_ids(self, asked: Pass) -> list[Ids]:
@@ -187,8 +188,9 @@ class Engine:
         scale = kind.norm_gradient_scale if self._scale is None else self._scale
         with scaled_norm_gradients(store.lm, scale if kind.has_gradient else 1.0):
             losses, said = reading.losses(torch.cat([own.flatten(0, 1) for own in prompts]))
-        own_losses = losses[batch.places].split([p.count * len(p.examples) for p in passes])
-        own_ids = said[batch.target_places].split([p.count * p.target_length for p in passes])
+        losses, said = losses[batch.places], said[batch.target_places]
+        own_losses = torch.split(losses, [p.count * len(p.examples) for p in passes])
+        own_ids = torch.split(said, [p.count * p.target_length for p in passes])
         scores = [
             Scores(own.view(asked.count, -1).mean(1), ids.view(asked.count, -1))
             for asked, own, ids in zip(passes, own_losses, own_ids, strict=True)
@@ -256,7 +258,7 @@ class Engine:
         promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
         lengths = [asked.length for asked in passes]
         barred, first = [], 0
-        for swaps, own in zip(wanted, promises.split(lengths), strict=True):
+        for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)
             if swaps.barred is not None:
                 barred.append(swaps.barred + torch.tensor([first, 0]))
@@ -270,7 +272,7 @@ class Engine:
         return [
             Scores(one.losses.detach(), one.output_ids, ids, gradient if swaps.momentum else None)
             for one, ids, gradient, swaps in zip(
-                scores, swap_ids.split(lengths), gradients, wanted, strict=True
+                scores, torch.split(swap_ids, lengths), gradients, wanted, strict=True
             )
         ]
 
@@ -287,7 +289,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return list(tensors)
     dtype = functools.reduce(torch.promote_types, (one.dtype for one in tensors))
     flat = torch.cat([one.flatten().to(dtype) for one in tensors]).to(device)
-    parts = flat.split([one.numel() for one in tensors])
+    parts = torch.split(flat, [one.numel() for one in tensors])
     return [part.view(one.shape).to(one.dtype) for part, one in zip(parts, tensors, strict=True)]
 
 
