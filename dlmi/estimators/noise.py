@@ -53,11 +53,10 @@ def row_keys(seed: int, samples: range, positions: range) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def column_words(columns: int, device: torch.device) -> Tensor:
-    """A hash of each column's number, (V,) int32, all distinct; kept, as every draw starts from it.
+    """A hash of each column's number, (V,) int32, all distinct; cached.
 
-    Two columns with one word would have the same noise in every row. Where hashes collide (the
-    first time at column 140,572), the first column keeps its word and the others are hashed again
-    until theirs are free. So a column's word does not depend on how many columns come after it.
+    Where hashes collide (the first time at column 140,572), the first column keeps its word and the
+    others are hashed again. So a word does not depend on how many columns come after it.
     """
     keys = _mix64(np.arange(columns, dtype=np.uint64))
     while True:
@@ -74,8 +73,8 @@ def minus_gumbel_(
 ) -> Tensor:
     """Fill `out`, (rows, columns) of float32 or float64, with -g; no other memory is used.
 
-    From the words of the columns, (columns,), and the keys of the rows, (rows, 1) each. The scratch
-    is two int32 tensors of the shape of `out`.
+    `words` are those of the columns, (columns,), `mask` and `multiplier` the keys of the rows,
+    (rows, 1), `scratch` two int32 tensors of the shape of `out`.
     """
     word, shifted = scratch
     torch.bitwise_xor(words, mask, out=word)
@@ -95,16 +94,11 @@ def minus_gumbel_(
 
 
 def gumbel_noise(
-    seed: int,
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    first_position: int = 0,
+    seed: int, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, first: int = 0
 ) -> Tensor:
-    """Independent Gumbel(0, 1) draws of a seed, (S, N, V), all at once."""
+    """Independent Gumbel(0, 1) draws of a seed, (S, N, V), from position `first` on."""
     samples, positions, columns = shape
-    last_position = first_position + positions
-    keys = row_keys(seed, range(samples), range(first_position, last_position))
+    keys = row_keys(seed, range(samples), range(first, first + positions))
     mask, multiplier = keys.to(device)
     out = torch.empty(samples * positions, columns, dtype=dtype, device=device)
     scratch = (torch.empty_like(out, dtype=torch.int32), torch.empty_like(out, dtype=torch.int32))

@@ -1,7 +1,6 @@
 r"""Gradient estimators: S random rows per position, and what flows back through them.
 
-What an estimator returns goes forward as it is; its backward pass is the estimate. With D a one-hot
-draw from :math:`\pi = softmax(Z)`, g Gumbel noise and :math:`J(p) = diag(p) - p p^T`:
+With D a one-hot draw from :math:`softmax(Z)`, g Gumbel noise and :math:`J(p) = diag(p) - p p^T`:
 
 ===================  =======================  =====================================================
 name                 forward                  backward, times the incoming gradient
@@ -14,66 +13,21 @@ name                 forward                  backward, times the incoming gradi
 ===================  =======================  =====================================================
 
 Sources: Jang et al. 2017 and Maddison et al. 2017 for the first two, Paulus et al. 2021 for
-Gumbel-Rao, Liu et al. 2023 for ReinMax. The first two never hold their rows (`soft_embedding`); the
-others do, for a few positions at a time.
+Gumbel-Rao, Liu et al. 2023 for ReinMax. The first two hold no rows (`soft_embedding`).
 
-Axes: S samples, N positions, V tokens, d width.
+Axes: S samples, K conditional draws, N positions, V tokens.
 """
 
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from dlmi.estimators.noise import gumbel_noise
-from dlmi.estimators.soft_embedding import sample_columns
 
 EstimatorName = Literal["gumbel_softmax", "straight_through", "gumbel_rao", "reinmax"]
 
-_HELD_ENTRIES = 2**22  # of rows that are held at once: 16 MiB in float32
 # A barred token's logit where -inf times its weight of 0 would be nan: low enough to have no weight
 # at tau = 200, and finite when it is divided by the square of the smallest tau.
 _BARRED = -1e15
-
-
-def held_embeds(
-    estimator: Literal["gumbel_rao", "reinmax"],
-    logits: Tensor,
-    tau: Tensor,
-    matrix: Tensor,
-    seed: int,
-    samples: int,
-    rao_draws: int = 10,
-) -> Tensor:
-    """Embeddings of S prompts of one slot, whose rows are held for a few positions at a time.
-
-    Z, (N, V), tau, (N,), and an embedding for each token, (V, d), to (S, N, d). `rao_draws` is K,
-    the conditional draws of `gumbel_rao`.
-    """
-    chosen = sample_columns(logits, samples, seed)  # (S, N)
-    rows_per_position = samples * rao_draws
-    width = max(1, _HELD_ENTRIES // (rows_per_position * logits.shape[1]))
-
-    def embeds(first: int, part: Tensor, part_tau: Tensor) -> Tensor:
-        part_chosen = chosen[:, first : first + width]
-        if estimator == "reinmax":
-            rows = reinmax(part, part_tau, part_chosen)
-        else:
-            # A stream of its own: the draw above has used the seed's.
-            shape = (rows_per_position, *part.shape)
-            noise = gumbel_noise(seed + 1, shape, part.device, part.dtype, first)
-            noise = noise.view(rao_draws, samples, *part.shape)
-            rows = gumbel_rao(part, part_tau, part_chosen, noise)
-        return rows @ matrix.to(rows.dtype)
-
-    # The rows are made again in the backward pass; their noise is, too, from its counter.
-    again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = [
-        checkpoint(embeds, i, logits[i : i + width], tau[i : i + width], **again)
-        for i in range(0, len(logits), width)
-    ]
-    return torch.cat(parts, dim=1)
 
 
 def gumbel_softmax(logits: Tensor, tau: Tensor, noise: Tensor) -> Tensor:

@@ -30,12 +30,9 @@ def moving_average(
 ) -> tuple[Tensor | None, Tensor]:
     """The average to subtract now, None where there is none yet, and the one to keep.
 
-    Args:
-        baseline: `as_code` weighs the newest loss by 0.9 and subtracts the average that already
-            holds it; all others subtract the average of the calls before.
-        kept: What the last call kept; None at the first call.
-        newest: Mean loss of the samples at hand, ().
-        ema_decay: Weight of the old average, except in `as_code`.
+    From the one that the last call kept and the mean loss of this step's samples, (). `as_code`
+    weighs the newest loss by 0.9 and subtracts the average that already contains it; all others
+    subtract the average of earlier calls.
     """
     before = newest if kept is None else kept
     if baseline == "as_code":
@@ -47,15 +44,11 @@ def moving_average(
 def score_function_surrogate(
     losses: Tensor, log_probs: Tensor, baseline: BaselineName, average: Tensor | None
 ) -> Tensor:
-    """A number whose gradient is the score-function estimate.
+    """A number whose gradient is the score-function estimate, from (S,) and (S,).
 
-    Args:
-        losses: L of each sample, (S,).
-        log_probs: log p_Z of each sample, with its graph, (S,).
-        baseline: Which baseline.
-        average: The moving average of the loss that `ema` and `as_code` subtract, (). Where `ema`
-            has none yet, it compares with the other samples, as `rloo`: the mean of all samples
-            would hold each sample's own loss, which makes the estimate too small.
+    `average` is the moving average of the loss that `ema` and `as_code` subtract, (). Where `ema`
+    has none yet, it compares with the other samples, as `rloo` does: the mean of all samples would
+    include each sample's own loss, which makes the estimate too small.
     """
     if baseline == "as_code":
         assert average is not None

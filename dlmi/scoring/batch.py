@@ -1,21 +1,22 @@
-"""How prompts and their contexts lie in the rows of a pass.
+"""How prompts and their contexts are laid out as the rows of a pass.
 
-A row is one prompt in one example: the tokens that the LM reads behind a beginning whose keys and
-values are kept, up to the last but one of the target. The tokens of all rows lie one after the
-other, so rows may be of any lengths. Those that are alike (same beginning, same length) can run as
-a plain batch, all together as one packed pass.
+A row is one prompt in one example: the tokens that the LM reads after a prefix whose keys and
+values are kept, up to the last but one of the target. The tokens of all rows are concatenated, so
+rows may have any lengths. Alike rows (same prefix, same length) can run as a plain batch, all rows
+together as one packed pass.
 
-Axes: R rows, L tokens of all rows, m target tokens of all rows, C prompts, N tokens of a prompt, M
-target tokens of a row, d width.
+Axes: R rows, L tokens of all rows, m target tokens of all rows, C prompts, N tokens of a prompt, d
+width.
 """
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.packed import PackedRow
@@ -28,86 +29,81 @@ from dlmi.targets.context import Example
 class Row:
     """What the LM reads of one prompt in one example."""
 
-    prompt: int  # which prompt
-    first: int  # where its first token lies among the tokens of all prompts
-    size: int  # its tokens, N
+    size: int  # tokens of the prompt, N
     example: Example  # the context, and what is to be said
-    # What is kept of the beginning, or of one that starts in the same way
-    prefix_ids: tuple[int, ...] = ()
-    start: int = 0  # how many of its first tokens are known from there and not read again
+    prefix_ids: tuple[int, ...] = ()  # a prefix that is kept and starts with the same tokens
+    start: int = 0  # how many first tokens are taken from it, not read again
 
     @property
     def length(self) -> int:
         """Tokens that are read."""
         context = self.example.context
         whole = len(context.start_ids) + len(context.fixed_ids) + self.size
-        return whole - self.start + len(self.example.ids) - 1
+        return whole - self.start + self.keep - 1
+
+    @property
+    def keep(self) -> int:
+        """Target tokens: so many last positions need logits."""
+        return len(self.example.ids)
 
     @property
     def kind(self) -> tuple[int, int, tuple[int, ...]]:
         """What the rows of a plain batch have in common."""
-        return self.length, len(self.example.ids), self.prefix_ids[: self.start]
+        return self.length, self.keep, self.prefix_ids[: self.start]
 
 
-def rows_of_prompt(
-    prompt: int, size: int, examples: Iterable[Example], can_share: bool
-) -> list[Row]:
-    """One of many prompts of N tokens in its examples, behind what is kept of their beginnings."""
-    kept = [example.context.prefix_ids if can_share else () for example in examples]
-    pairs = zip(examples, kept, strict=True)
-    return [Row(prompt, prompt * size, size, e, ids, len(ids)) for e, ids in pairs]
-
-
-@functools.lru_cache(maxsize=16)
-def lay_out(rows: tuple[Row, ...], device: torch.device) -> "Batch":
-    """The batch of these rows; slots use theirs for many steps."""
-    return Batch(rows, device)
+def plain_rows(size: int, examples: Iterable[Example], can_share: bool) -> tuple[Row, ...]:
+    """A prompt of N tokens in its examples, after the prefixes of their contexts."""
+    kept = [(e, e.context.prefix_ids if can_share else ()) for e in examples]
+    return tuple(Row(size, example, ids, len(ids)) for example, ids in kept)
 
 
 class Batch:
-    """Rows, laid out with alike rows side by side, the shortest first.
+    """Rows in the order of a pass: alike rows side by side, the shortest first.
 
     Args:
-        rows: What is read.
+        prompts: The rows of each prompt.
         device: Where the tensors are made, in one copy.
 
     Attributes:
-        rows: In the order in which they lie.
-        groups: Those that are alike.
-        starts: Where the tokens of each row begin, and the end of all.
-        target_starts: The same of their target tokens.
+        order: Where each row was among the given rows of all prompts.
+        rows, owners: The rows, and the prompt of each.
+        groups: Slices of alike rows.
+        starts, target_starts: Where the tokens, or targets, of each row begin, and the end of all.
         target_ids: Of all rows, (m,).
-        row_of_target: Which row each of these belongs to, (m,).
-        row_of_token: Which row each token belongs to, (L,).
-        places: Where each of the given rows lies, (R,).
-        target_places: Where the target tokens of the given rows lie, in their order, (m,).
+        row_of_target, row_of_token: The row of each target token, (m,), and of each token, (L,).
+        places, target_places: Where each given row, (R,), and its target tokens, (m,), are now.
     """
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        order = sorted(range(len(rows)), key=lambda i: rows[i].kind)
-        self.rows = [rows[i] for i in order]
-        self.groups: list[slice] = []
-        for _, members in itertools.groupby(range(len(order)), lambda i: self.rows[i].kind):
-            first, *others = members
-            self.groups.append(slice(first, first + len(others) + 1))
+    def __init__(self, prompts: Sequence[Sequence[Row]], device: torch.device) -> None:
+        given = [(row, owner) for owner, own in enumerate(prompts) for row in own]
+        self.order = sorted(range(len(given)), key=lambda i: given[i][0].kind)
+        self.rows = [given[i][0] for i in self.order]
+        self.owners = [given[i][1] for i in self.order]
+        counts = [len(list(own)) for _, own in itertools.groupby(self.rows, lambda row: row.kind)]
+        ends = itertools.accumulate(counts)
+        self.groups = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
         self.starts = [0, *itertools.accumulate(row.length for row in self.rows)]
-        self.target_starts = [0, *itertools.accumulate(len(row.example.ids) for row in self.rows)]
-        fixed_ids: list[int] = []
-        templates: dict[Example, tuple[list[int], int]] = {}
+        self.target_starts = [0, *itertools.accumulate(row.keep for row in self.rows)]
+        prompt_ends = list(itertools.accumulate(own[0].size for own in prompts))
+        fixed: dict[int, int] = {}  # where the embedding of each fixed token is, after all prompts
+        templates: dict[tuple[Example, int], list[int]] = {}
         for row in self.rows:
-            if row.example not in templates:
-                templates[row.example] = _template(row.example, row.size), len(fixed_ids)
-                fixed_ids += _fixed_ids(row.example)
-        index: list[int] = []  # of each token among the fixed ones and those of the prompts
-        for row in self.rows:
-            template, offset = templates[row.example]
-            first = len(fixed_ids) + row.first
-            index += [first + t if t >= 0 else offset - 1 - t for t in template[row.start :]]
-        places = sorted(range(len(order)), key=order.__getitem__)
+            if (row.example, row.size) not in templates:
+                templates[row.example, row.size] = [
+                    i if i < 0 else fixed.setdefault(i, prompt_ends[-1] + len(fixed))
+                    for i in _template(row.example, row.size)
+                ]
+        index: list[int] = []  # of each token among those of the prompts and the fixed ones
+        for row, owner in zip(self.rows, self.owners, strict=True):
+            end = prompt_ends[owner]
+            template = templates[row.example, row.size][row.start :]
+            index += [place if place >= 0 else end + place for place in template]
+        places = sorted(range(len(given)), key=self.order.__getitem__)
         spans = [range(self.target_starts[p], self.target_starts[p + 1]) for p in places]
         parts = [
             index,
-            fixed_ids,
+            list(fixed),
             [token_id for row in self.rows for token_id in row.example.ids],
             [i for i, row in enumerate(self.rows) for _ in row.example.ids],
             [i for i, row in enumerate(self.rows) for _ in range(row.length)],
@@ -122,48 +118,61 @@ class Batch:
         self.places, self.target_places = back
 
     def gather(self, lm: FrozenLM, prompt_embeds: Tensor) -> Tensor:
-        """What the LM reads, (L, d), from the tokens of all prompts, (C * N, d)."""
-        fixed_embeds = lm.embed(self._fixed_ids).to(prompt_embeds.dtype)
-        return torch.cat([fixed_embeds, prompt_embeds]).index_select(0, self._index)
+        """What the LM reads, (L, d), from the tokens of all prompts, (C * N, d).
+
+        Where these are wider than embeddings, fixed tokens have zeros there.
+        """
+        fixed = lm.embed(self._fixed_ids).to(prompt_embeds.dtype)
+        fixed = F.pad(fixed, (0, prompt_embeds.shape[1] - fixed.shape[1]))
+        return torch.cat([prompt_embeds, fixed]).index_select(0, self._index)
 
     def tokens(self, rows: slice) -> slice:
-        """Where the tokens of some rows lie."""
+        """Where the tokens of some rows are."""
         return slice(self.starts[rows.start], self.starts[rows.stop])
 
     def targets(self, rows: slice) -> slice:
-        """Where their target tokens lie."""
+        """Where their target tokens are."""
         return slice(self.target_starts[rows.start], self.target_starts[rows.stop])
 
     def prefix(self, rows: slice, store: PrefixStore) -> Prefix | None:
-        """What rows that are alike stand behind."""
+        """The prefix of alike rows."""
         row = self.rows[rows.start]
         return store.read([row.prefix_ids])[0].shortened(row.start) if row.start else None
 
     def packed(self, rows: slice, store: PrefixStore) -> tuple[list[PackedRow], list[Prefix]]:
-        """How rows lie in a packed pass, and the prefixes that they stand behind."""
+        """How rows are laid out in a packed pass, and their prefixes."""
         members = self.rows[rows]
-        numbers = {row.prefix_ids: 0 for row in members if row.start}
-        numbers = {ids: i for i, ids in enumerate(numbers)}
+        known = list(dict.fromkeys(row.prefix_ids for row in members if row.start))
+        numbers = {ids: i for i, ids in enumerate(known)}
         laid_out = [
-            PackedRow(r.length, len(r.example.ids), numbers.get(r.prefix_ids, 0), r.start)
-            for r in members
+            PackedRow(r.length, r.keep, numbers.get(r.prefix_ids, 0), r.start) for r in members
         ]
-        return laid_out, store.read(list(numbers))
+        return laid_out, store.read(known)
+
+    def run(
+        self,
+        lm: FrozenLM,
+        work: Callable[[slice], None],
+        wants_gradient: bool = False,
+        is_packed: bool = False,
+    ) -> None:
+        """Call `work` on slices of alike rows, or of any rows if packed, as memory allows."""
+        for span in [slice(0, len(self.rows))] if is_packed else self.groups:
+
+            def part(cut: slice, first: int = span.start) -> None:
+                work(slice(first + cut.start, first + cut.stop))
+
+            rows = span.stop - span.start
+            tokens, targets = self.tokens(span), self.targets(span)
+            length, keep = (-(-(own.stop - own.start) // rows) for own in (tokens, targets))
+            lm.rows_per_pass.run(lm, rows, length, keep, part, wants_gradient, is_packed)
 
 
-def _fixed_ids(example: Example) -> list[int]:
-    """The fixed tokens of an example: around the prompt, then those of the target but the last."""
-    context = example.context
-    return [*context.start_ids, *context.fixed_ids, *example.ids[:-1]]
+lay_out = functools.lru_cache(maxsize=16)(Batch)  # slots use the same rows for many steps
 
 
 def _template(example: Example, size: int) -> list[int]:
-    """Of each token of a whole row: its place in the prompt, or -1 less that among fixed ones."""
-    context = example.context
-    if context.reasoning is not None:
+    """The ids of a whole row; in place of the prompt's, -N to -1."""
+    if example.context.reasoning is not None:
         raise RuntimeError("The reasoning of this example has not been written yet.")
-    before = len(context.start_ids)
-    of_prompt = {before + p: t for t, p in enumerate(context.positions(size))}
-    fixed = itertools.count(1)
-    whole = size + len(_fixed_ids(example))
-    return [of_prompt[i] if i in of_prompt else -next(fixed) for i in range(whole)]
+    return [*example.context.ids(range(-size, 0)), *example.ids[:-1]]

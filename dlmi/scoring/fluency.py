@@ -1,13 +1,13 @@
-r"""Readable prompts: what the LM itself thinks of a prompt, as a term of the loss.
+r"""Fluency: a penalty on prompts that the LM finds unlikely, as a term of the loss.
 
 .. math::
     F = \frac{1}{N-1} \sum_{i=2}^{N} - \sum_v \pi_i(v) \log q(v | \pi_1 .. \pi_{i-1})
 
 For a discrete prompt it is the logarithm of its perplexity; for relaxed rows :math:`\pi` it is the
 cross-entropy of each row under the LM that has read the rows before it, as in GBDA (Guo et al.
-2021) and its successors. Gradients go through both: the rows, and what the LM read.
+2021). Gradients go through the rows and through what the LM read.
 
-No distribution is ever held for it. Where the LM's logits are :math:`W h + b`,
+No distribution is held for it. Where the LM's logits are :math:`W h + b`,
 
 .. math::
     - \sum_v \pi_i(v) \log q(v) = \log \sum_v e^{w_v h + b_v} - (\pi_i W) h - \pi_i b,
@@ -37,15 +37,9 @@ _HELD_ENTRIES = 2**22  # of logits that are held at once: 16 MiB in float32
 
 
 class Fluency:
-    """The penalty on prompts that the LM finds unlikely.
-
-    Args:
-        vocabulary: The tokens that a prompt may hold.
-        weight: What the penalty is multiplied by.
+    """The penalty, for the tokens of a vocabulary, times a weight.
 
     Attributes:
-        vocabulary: The same.
-        weight: The same.
         matrix: What each token embeds to and is read out by: [E, W, b], or E where W is E.
     """
 
@@ -75,31 +69,19 @@ class Fluency:
         return F.embedding(self.vocabulary.columns(ids), self.matrix)
 
     def penalty(self, states: Tensor, readouts: Tensor) -> Tensor:
-        """What is added to the losses of rows, (R,).
+        """What is added to the losses of rows, (R,), in float32 or better.
 
         Args:
             states: The LM's hidden states before the second to last prompt token, (R, N - 1, h).
             readouts: Of all prompt tokens, (R, N, h) or (R, N, h + 1).
         """
-        return self.weight * self.token_costs(states, readouts[:, 1:]).mean(-1)
-
-    def token_costs(self, states: Tensor, readouts: Tensor) -> Tensor:
-        """The cross-entropy of each token under the LM.
-
-        Args:
-            states: Hidden states at the positions before the tokens, (R, n, h).
-            readouts: Of the tokens, (R, n, h) or (R, n, h + 1).
-
-        Returns:
-            (R, n), in float32 or better.
-        """
         states = states.to(self._head.device)
         totals: Tensor = _LogSumExp.apply(states.flatten(0, 1), self._head, self._bias)  # type: ignore[no-untyped-call]
-        readouts = readouts.to(totals.dtype)
+        readouts = readouts[:, 1:].to(totals.dtype)
         totals, states = totals.view(states.shape[:2]).to(readouts), states.to(readouts)
         width = states.shape[-1]
         chosen = (readouts[..., :width] * states).sum(-1) + readouts[..., width:].sum(-1)
-        return totals - chosen
+        return self.weight * (totals - chosen).mean(-1)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -134,7 +116,6 @@ def reading_states(lm: FrozenLM) -> Iterator[list[Tensor]]:
     def keep(module: Any, inputs: Any, output: Any) -> None:
         seen.append(output.last_hidden_state)
 
-    # The handle is a context manager, which takes the hook out again.
     with lm.model.base_model.register_forward_hook(keep), lm.not_compiled():
         yield seen
 
@@ -143,12 +124,11 @@ def reading_states(lm: FrozenLM) -> Iterator[list[Tensor]]:
 def read_head(lm: FrozenLM) -> tuple[Tensor, Tensor | None]:
     """What an LM's last hidden states are multiplied by, (U, h), and what is added, (U,).
 
-    Raises:
-        InputError: If its logits are something else than that.
+    `InputError` if its logits are not that.
     """
     head = lm.model.get_output_embeddings()
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    # Without a base model there is nothing to listen to; 8 and 4 bits are no plain product.
+    # Without a base model there are no hidden states to hook; 8 and 4 bits are no plain product.
     if lm.model.base_model is not lm.model and weight is not None and weight.is_floating_point():
         ids = lm.prompt_token_ids[torch.linspace(0, len(lm.prompt_token_ids) - 1, 4).long()]
         with reading_states(lm) as seen:

@@ -1,17 +1,16 @@
-"""What a step asks of the LM, and how the steps of several slots are run together.
+"""What a step asks of the LM, and how the steps of several slots run together.
 
 A step of a method is a generator, written for one slot: it yields a `Pass` wherever it needs the
-LM, is sent the `Scores`, and returns what came of the step. `advance` runs the steps of all slots
-side by side and hands the passes that they ask for at the same time to one reader, so that these
-share LM calls. It also keeps the accounts: the cost of a pass is known before it is made, and a
-pass that the budget does not cover is not made.
+LM, is sent the `Scores`, and returns its result. `advance` runs the steps of all slots side by side
+and hands the passes that they ask for at the same time to one reader, so that these share LM calls.
+It also charges for them: the cost of a pass is known before it is made, and a pass that the budget
+does not cover is not made.
 
 Cost is counted in token-passes: a token sent forward through the LM counts 1, and 1 more if a
-gradient comes back. It is what a pass reads as if it were alone, without padding, so it depends
-neither on batch mates nor on the device. Fixed tokens whose keys and values are kept count once for
-each slot, when it first reads them.
+gradient comes back. It is what a pass would read alone, without padding, so it depends neither on
+other slots nor on the device. A prefix whose keys and values are kept counts once for each slot.
 
-Axes: C prompts of a pass, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
+Axes: C prompts of a pass, N prompt tokens, M target tokens, K swaps of a position, d width.
 """
 
 from collections.abc import Generator, Sequence
@@ -27,7 +26,7 @@ from dlmi.tokens.vocabulary import TargetTokens
 
 T = TypeVar("T")
 
-REMEMBERED = 4  # beginnings that a slot has read, the latest ones
+REMEMBERED = 4  # prefixes that a slot has read, the latest ones
 NO_SWAP = -1  # in place of a token
 
 
@@ -49,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class RelaxedNextToken:
-    """What a free run reads in place of its greedy token: a Gumbel-Softmax sample."""
+    """A Gumbel-Softmax sample, which a free run reads in place of its greedy token."""
 
     tau: float  # its temperature
     seed: int  # of its noise
@@ -62,8 +61,8 @@ class Swaps:
     tokens: TargetTokens  # what the prompt may hold
     count: int  # how many are wanted at each position, K
     barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
-    momentum: float = 0.0  # share of `carried` that is added to the gradient; 0: none is given back
-    carried: Tensor | None = None  # what the step before was given back, (N, d)
+    momentum: float = 0.0  # share of `carried` that is added to the gradient
+    carried: Tensor | None = None  # `Scores.carried` of the step before, (N, d)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +74,9 @@ class Pass:
     examples: Sequence[Example]  # what each of them is read with; a loss is the mean over these
     loss: LossName = "cross_entropy"  # which loss
     teacher_forcing: bool = True  # feed the target's own prefix; else run freely
-    # In a free run, what is read next; default: the greedy token
-    next_token: RelaxedNextToken | None = None
-    # Ask which tokens the gradient, averaged over discrete prompts, would put into them
-    swaps: Swaps | None = None
-    # Weight of each target token in the loss, (M,); default: all the same
-    token_weights: Tensor | None = None
+    next_token: RelaxedNextToken | None = None  # of a free run; None: the greedy token
+    swaps: Swaps | None = None  # of discrete prompts, by their mean gradient
+    token_weights: Tensor | None = None  # of target tokens in the loss, (M,); None: all the same
     # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
     norm_gradient_scale: float = 1.0  # factor on gradients at the LM's norm layers
@@ -112,17 +108,14 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What came of a pass."""
+    """The result of a pass."""
 
     losses: Tensor  # of each prompt, (C,), with a graph where the prompts have one
-    # What the pass itself decoded after each, (C, M); of several examples, their outputs
-    # concatenated
-    output_ids: Tensor
-    # Where it was asked for, the tokens that lower the loss most, to first order, at each position,
-    # (N, K); `NO_SWAP` where there are fewer
+    output_ids: Tensor  # what the pass decoded after each, in all examples, (C, M)
+    # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K);
+    # `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
-    # Where swaps have momentum, the gradient with what was carried, (N, d)
-    carried: Tensor | None = None
+    carried: Tensor | None = None  # with momentum, the gradient and what was carried, (N, d)
 
 
 Steps = Generator[Pass, Scores, T]
@@ -133,14 +126,14 @@ class Account:
     """What one slot may spend, and what it has read before."""
 
     left: float = float("inf")  # token-passes that it may still spend
-    # Beginnings of prompts whose keys and values it has paid for, the latest last
+    # Prefixes whose keys and values it has paid for, the latest last
     known: list[tuple[int, ...]] = field(default_factory=list)
     # The same in the LM's own dtype, where that is not the dtype of passes
     known_measured: list[tuple[int, ...]] = field(default_factory=list)
     cost: Cost = Cost()  # what it has spent since the account was opened
 
     def learn(self, ids: tuple[int, ...], is_measured: bool = False) -> int:
-        """Note that these are read now; gives how many of them were not read before."""
+        """Note that a prefix is read; returns how many of its tokens were not read before."""
         known = self.known_measured if is_measured else self.known
         new = len(ids) - max((len(common_beginning([ids, k])) for k in known), default=0)
         if ids and new:
@@ -158,7 +151,7 @@ class Account:
 
 
 class Reader(Protocol):
-    """Whatever answers passes: the engine, or a test."""
+    """Answers passes: the engine, or a stand-in in tests."""
 
     def price(self, asked: Pass, account: Account) -> Cost:
         """What a pass costs a slot; notes in its account what it will have read."""
@@ -169,22 +162,15 @@ class Reader(Protocol):
 
 @dataclass
 class Outcome(Generic[T]):
-    """What became of one slot's step."""
+    """The end of one slot's step."""
 
-    # What the step returned; None where the budget did not cover one of its passes
-    value: T | None = None
+    value: T | None = None  # what it returned; None where the budget did not cover a pass
 
 
 def advance(
     steps: Sequence[Steps[T]], reader: Reader, accounts: Sequence[Account]
 ) -> list[Outcome[T]]:
-    """Run steps of several slots side by side.
-
-    Args:
-        steps: A generator for each slot.
-        reader: Answers the passes that they ask for at the same time.
-        accounts: Of each slot; a step whose next pass is not covered ends there.
-    """
+    """Run steps of several slots side by side; one whose next pass is not covered ends there."""
     outcomes: list[Outcome[T]] = [Outcome() for _ in steps]
     answers: dict[int, Scores | None] = dict.fromkeys(range(len(steps)))
     while answers:

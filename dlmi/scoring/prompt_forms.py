@@ -1,10 +1,9 @@
 """The LCS matrix: every form that a prompt can take, under both decodes.
 
-An LCS says little unless it says of which prompt and under which decode. The headline is a discrete
-prompt under a free greedy decode (`best_so_far`, `free_greedy`). The DLMI authors' public code logs
-a Gumbel sample under teacher forcing, which can be far higher and is no prompt that one could type.
-Beside them stand the floors: what comes of no prompt, of random tokens, and of the target itself
-repeated.
+An LCS means little without its prompt and its decode. The headline is a discrete prompt under a
+free greedy decode (`best_so_far`, `free_greedy`). The DLMI authors' public code logs a Gumbel
+sample under teacher forcing, which can be far higher and is no prompt that one could type. The
+floors are no prompt, random tokens, and the target itself repeated.
 
 ========================  ====================================================================
 form                      prompt
@@ -20,16 +19,16 @@ form                      prompt
 `copy_prompt`             the target over and over, its end last
 ========================  ====================================================================
 
-The decodes are `free_greedy`, where the LM reads its own tokens, and `teacher_forced`, where it
-reads the target's. Of a prompt that examples share, each LCS is their mean. Where the LM reasons
-before it answers, it does so after each discrete form; a relaxed one is no text to reason about and
-is read with what the LM writes after the `argmax`. These measurements are not charged to the
-target: they do not help to find it.
+In `free_greedy` decodes the LM reads its own tokens, in `teacher_forced` ones the target's. The LCS
+of a prompt that examples share is their mean. Where the LM reasons before it answers, it does so
+after each discrete form; relaxed forms are read with what it writes after the `argmax`. The target
+is not charged for these measurements.
 
-Axes: R prompts, N prompt tokens, M target tokens, V tokens a prompt may hold, d width.
+Axes: N prompt tokens, d width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,8 +36,8 @@ from torch import Tensor
 from dlmi.errors import InputError
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.scoring.evaluation import mean_lcs, read_examples, reasoned
-from dlmi.targets.context import NO_CONTEXT, Example
+from dlmi.scoring.evaluation import ExampleReading, mean_lcs, read_examples, read_targets
+from dlmi.targets.context import Context
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import TargetTokens
 
@@ -63,77 +62,60 @@ def measure_forms(
 ) -> tuple[LCSMatrix, float | None]:
     """The matrix of a target, and the rate of rank-1 tokens in it.
 
-    Args:
-        tokens: The target, and what its prompt may hold.
-        best_ids: Its best discrete prompt, (N,).
-        last_ids: Its latest one, (N,).
-        soft_prompt: Its distributions; forms that need them are left out where there are none.
-        seed: Of the samples.
-        key: Seed of the random prompt.
-
-    Returns:
-        The matrix; and the share of target tokens that the LM puts first after BoS (in a template:
-        after its fixed tokens) and the true tokens before them, which teacher forcing gets right
-        with no prompt at all. None where the LM has no BoS.
+    From its best and its latest discrete prompt, (N,), its distributions (without them, the forms
+    that need them are left out), and the seeds of samples and of the random prompt. The rate is the
+    share of target tokens that teacher forcing gets right with no prompt at all; None where the LM
+    has no BoS.
     """
     lm, target = tokens.lm, tokens.target
     best_ids, last_ids = best_ids.to(lm.device), last_ids.to(lm.device)
     random_ids = tokens.random_ids(1, len(best_ids), torch.Generator().manual_seed(key))
+    copies = -(-len(best_ids) // len(target.ids))
     discrete = {
         "best_so_far": best_ids[None],
         "argmax": last_ids[None],
         "random_prompt": random_ids.to(lm.device),
-        "copy_prompt": _copied_ids(target.ids, best_ids)[None],
+        "copy_prompt": best_ids.new_tensor([target.ids * copies])[:, -len(best_ids) :],
     }
-    relaxed: dict[str, Tensor] = {}
+    relaxed: dict[str, SoftPrompt] = {}
     if soft_prompt is not None:
         discrete[BEST_OF_SAMPLES] = tokens.ids(soft_prompt.hard_columns(HARD_SAMPLES, seed))
-        relaxed = _relaxed_prompts(tokens, soft_prompt, seed)
-    prompts = {form: lm.embed(ids) for form, ids in discrete.items()} | relaxed
-    reasoned = [discrete.get(form, last_ids[None]) for form in prompts]
-    outputs = _decode(lm, torch.cat(list(prompts.values())), torch.cat(reasoned), target)
-    matrix: LCSMatrix = {}
-    for form, embeds in prompts.items():
-        mine, outputs = outputs[: len(embeds)], outputs[len(embeds) :]
-        matrix[form] = {
-            decode: max(mean_lcs(target.measured, row[column]) for row in mine)
-            for column, decode in enumerate(DECODES)
-        }
+        relaxed["softmax"] = replace(soft_prompt, estimator=None)
+        if soft_prompt.estimator is not None:
+            relaxed["gumbel_sample"] = replace(soft_prompt, samples=1, seed=seed)
+    made = soft_embeds(list(relaxed.values()), tokens.vocabulary.matrix)
+    prompts = {form: lm.embed(ids) for form, ids in discrete.items()}
+    prompts |= {form: own.to(lm.dtype) for form, own in zip(relaxed, made, strict=True)}
+    reasoned_ids = torch.cat([discrete.get(form, last_ids[None]) for form in prompts])
+    embeds = torch.cat(list(prompts.values()))
+    read = iter(read_targets(lm, embeds, [target] * len(embeds), reasoned_ids=reasoned_ids))
+    readings = {form: [next(read) for _ in own] for form, own in prompts.items()}
     rank_one_rate = None
-    said = _without_prompt(lm, target)
-    if said is not None:
-        greedy_ids, forced_ids = said
-        matrix["no_prompt"] = {
-            "free_greedy": mean_lcs(target.measured, greedy_ids),
-            "teacher_forced": mean_lcs(target.measured, forced_ids),
-        }
+    without = _read_without_prompt(lm, target)
+    if without is not None:
+        readings["no_prompt"] = [without]
+        forced_ids = [token_id for reading in without for token_id in reading.forced_ids]
         hits = [wanted == got for wanted, got in zip(target.ids, forced_ids, strict=True)]
         rank_one_rate = sum(hits) / len(hits)
-    return {form: matrix[form] for form in FORMS if form in matrix}, rank_one_rate
+
+    def best_lcs(form: str, ids_of: Callable[[ExampleReading], Iterable[int]]) -> float:
+        outputs = [[i for reading in own for i in ids_of(reading)] for own in readings[form]]
+        return max(mean_lcs(target.measured, output_ids) for output_ids in outputs)
+
+    matrix = {
+        form: {
+            "free_greedy": best_lcs(form, lambda reading: reading.output_ids),
+            "teacher_forced": best_lcs(form, lambda reading: reading.forced_ids),
+        }
+        for form in FORMS
+        if form in readings
+    }
+    return matrix, rank_one_rate
 
 
-def _relaxed_prompts(tokens: TargetTokens, prompt: SoftPrompt, seed: int) -> dict[str, Tensor]:
-    """Forms that are mixtures of tokens, each (1, N, d) in the LM's dtype."""
-    forms = {"softmax": SoftPrompt(prompt.logits, prompt.tau)}
-    if prompt.estimator is not None:
-        draws = prompt.rao_draws
-        forms["gumbel_sample"] = SoftPrompt(
-            prompt.logits, prompt.tau, prompt.estimator, 1, seed, draws
-        )
-    made = soft_embeds(list(forms.values()), tokens.vocabulary.matrix)
-    return dict(zip(forms, (embeds.to(tokens.lm.dtype) for embeds in made), strict=True))
-
-
-def _copied_ids(target_ids: Sequence[int], like: Tensor) -> Tensor:
-    """The end of the target repeated for ever, as long as another prompt."""
-    copies = -(-len(like) // len(target_ids))
-    return like.new_tensor([*target_ids] * copies)[-len(like) :]
-
-
-def _without_prompt(lm: FrozenLM, target: Target) -> tuple[list[int], list[int]] | None:
+def _read_without_prompt(lm: FrozenLM, target: Target) -> list[ExampleReading] | None:
     """What the LM says where the blanks are empty; None where there is then nothing to read."""
-    greedy_ids: list[int] = []
-    forced_ids: list[int] = []
+    read = []
     for example in target.measured:
         context = example.context
         ids = (*context.start_ids, *context.fixed_ids)
@@ -142,23 +124,6 @@ def _without_prompt(lm: FrozenLM, target: Target) -> tuple[list[int], list[int]]
                 ids = (lm.bos_id,)
             except InputError:  # the LM has neither BoS nor EoS
                 return None
-        whole_ids = torch.tensor([reasoned(lm, ids, context.reasoning)], device=lm.device)
-        alone = Example(example.id, example.ids, example.text, NO_CONTEXT)
-        [read] = read_examples(lm, whole_ids, [alone])
-        greedy_ids += read.output_ids
-        forced_ids += read.forced_ids
-    return greedy_ids, forced_ids
-
-
-def _decode(
-    lm: FrozenLM, embeds: Tensor, reasoned_ids: Tensor, target: Target
-) -> list[tuple[list[int], list[int]]]:
-    """What the LM says after each prompt under each of `DECODES`: (R, N, d) to R pairs."""
-    owners = [row for row in range(len(embeds)) for _ in target.measured]
-    examples = [example for _ in embeds for example in target.measured]
-    read = read_examples(lm, embeds[owners], examples, reasoned_ids=reasoned_ids[owners])
-    outputs: list[tuple[list[int], list[int]]] = [([], []) for _ in embeds]
-    for owner, reading in zip(owners, read, strict=True):
-        outputs[owner][0].extend(reading.output_ids)
-        outputs[owner][1].extend(reading.forced_ids)
-    return outputs
+        alone = replace(example, context=Context(reasoning=context.reasoning))
+        read += read_examples(lm, torch.tensor([ids], device=lm.device), [alone])
+    return read

@@ -1,8 +1,7 @@
 """The LM's own reasoning: what it writes after a discrete prompt, before it is to answer.
 
-A context with a `Reasoning` is not complete: the LM first goes on greedily after the prompt, then
-the trigger is appended, and what it is to say comes after both. Once written, reasoning is fixed
-tokens like any other, so that losses, gradients and decodes need not know of it.
+In a context with a `Reasoning` the LM first decodes greedily after the prompt, then the trigger is
+appended, and the target comes after both. Once written, reasoning is a part of the fixed tokens.
 """
 
 from collections.abc import Sequence
@@ -14,13 +13,7 @@ from dlmi.targets.context import Example, Reasoning
 def write_reasoning(
     lm: FrozenLM, prompts: Sequence[Sequence[int]], examples: Sequence[Example]
 ) -> list[tuple[int, ...]]:
-    """What the LM writes after each prompt in its context; nothing where none is asked for.
-
-    Args:
-        lm: The model.
-        prompts: Ids of R discrete prompts, N each.
-        examples: R of them.
-    """
+    """What the LM writes after each prompt's ids in its example; () where none is asked for."""
     written: list[tuple[int, ...]] = [() for _ in examples]
     asked: dict[Reasoning, dict[tuple[int, ...], list[int]]] = {}  # equal rows are written once
     for row, (prompt_ids, example) in enumerate(zip(prompts, examples, strict=True)):
@@ -37,7 +30,7 @@ def write_reasoning(
 
 
 def tokens_to_write(example: Example, reasoning_ids: Sequence[int], prompt_length: int) -> int:
-    """Tokens that the LM reads to write its reasoning: the prompt, and all but a last one."""
+    """Tokens that the LM reads to write its reasoning: the prompt, and all but its last token."""
     reasoning = example.context.reasoning
     if reasoning is None:
         return 0

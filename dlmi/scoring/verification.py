@@ -1,12 +1,12 @@
-"""Found prompts, decoded again: does a row hold, and does its prompt also work elsewhere?
+"""Decodes the prompts of result rows again, in the same model or in another.
 
-Elsewhere is another dtype or another model. Prompts go over as ids, which needs the same tokenizer,
-and as the text that one would paste. To a model with another tokenizer only the text can go over;
-the target is then what that tokenizer makes of the target's text.
+In another dtype or model a prompt is tried as ids, which needs the same tokenizer, and as the text
+that one would paste. With another tokenizer only the text can be tried; the target is then what
+that tokenizer makes of the target's text.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,16 @@ from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion
-from dlmi.scoring.evaluation import decode_alone, evaluate_alone, mean_lcs, pasted_lcs
-from dlmi.scoring.recorded import target_of, with_held_out
-from dlmi.targets.context import Example
-from dlmi.targets.target import Target, split
+from dlmi.scoring.evaluation import decode_text, evaluate_alone, mean_lcs, pasted_lcs
+from dlmi.targets.context import NO_CONTEXT, Example
+from dlmi.targets.target import Target, split, with_start_ids
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a row."""
+    """Whether a row holds."""
 
-    problems: tuple[str, ...]  # what does not hold, a line each
+    problems: tuple[str, ...]  # what differs from the row, a line each
     exact: bool = False  # whether the ids of the prompt make the LM say the target
     text_exact: bool = False  # whether its pasted text does
 
@@ -40,12 +39,23 @@ class Transfer:
     model: str  # where the prompt was tried
     dtype: str  # in which dtype
     was_exact: bool  # what the row says
-    was_lcs: float  # the same
-    exact: bool | None  # whether its ids make the model say the target; None if only text went over
-    lcs: float | None  # honest LCS ratio of its ids; None likewise
+    was_lcs: float  # what the row says
+    exact: bool | None  # whether its ids make the model say the target; None if only text was tried
+    lcs: float | None  # honest LCS ratio of its ids; None if only text was tried
     text_exact: bool  # whether its pasted text does
     text_lcs: float  # honest LCS ratio of its pasted text
-    output_text: str  # what the model says to the ids, or to the text if only that went over
+    output_text: str  # what the model says after the ids, or after the text if only that was tried
+
+
+def target_of(row: Inversion, bos_id: int) -> Target:
+    """The target of a row, of any age, with BoS where the run had it before the prompt."""
+    if row.examples:
+        target = Target(row.target_id, row.examples, held_out=row.held_out)
+    else:
+        context = row.context or NO_CONTEXT
+        target = Target.single(row.target_id, row.target_ids, row.target_text, context)
+    start_ids = (bos_id,) if row.settings.get("prompt_bos") else ()
+    return with_start_ids([target], start_ids)[0]
 
 
 def verify_row(lm: FrozenLM, row: Inversion) -> Verified:
@@ -53,7 +63,7 @@ def verify_row(lm: FrozenLM, row: Inversion) -> Verified:
     if not row.prompt_ids or not row.target_ids:
         return Verified(("prompt or target is empty",))
     target = target_of(row, lm.bos_id)
-    everything = with_held_out(target)
+    everything = replace(target, examples=target.all_examples, held_out=())
     if not all(example.ids for example in everything.examples):
         return Verified(("the target of an example is empty",))
     given_ids = [i for example in everything.examples for i in example.context.given_ids]
@@ -98,16 +108,15 @@ def verify_row(lm: FrozenLM, row: Inversion) -> Verified:
 def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
     """Decode a row's prompt in a model, from its ids and from its text.
 
-    Args:
-        lm: The model.
-        row: With the prompt; its ids are ids of the model unless `as_text`.
-        as_text: Let the model's tokenizer read the target's text, and leave the ids out.
+    With `as_text`, for another tokenizer, only from its text; so is the target.
     """
     target = target_of(row, lm.bos_id)
+    texts = [example.full_text for example in row.examples]
+    texts = texts or [row.full_text or row.prompt_text]
     wanted: list[tuple[int, ...]] = []
     from_text: list[tuple[int, ...]] = []
     from_ids: list[tuple[int, ...]] = []
-    for example, text in _whole_texts(row, target):
+    for example, text in zip(target.examples, texts, strict=True):
         target_ids = tuple(lm.encode(example.text)) if as_text else example.ids
         if not target_ids or not row.prompt_ids:
             raise InputError(f"Expected {_name(row)} to have a prompt and a target of tokens.")
@@ -126,38 +135,26 @@ def try_row(lm: FrozenLM, row: Inversion, as_text: bool = False) -> Transfer:
         was_exact=row.exact,
         was_lcs=row.lcs,
         exact=None if as_text else from_ids == wanted,
-        lcs=None if as_text else _mean_lcs(wanted, from_ids),
+        lcs=None if as_text else sum(map(lcs_ratio, wanted, from_ids)) / len(wanted),
         text_exact=from_text == wanted,
-        text_lcs=_mean_lcs(wanted, from_text),
+        text_lcs=sum(map(lcs_ratio, wanted, from_text)) / len(wanted),
         output_text="\n".join(lm.decode(ids) for ids in (from_text if as_text else from_ids)),
     )
-
-
-def _whole_texts(row: Inversion, target: Target) -> Iterator[tuple[Example, str]]:
-    """Each example, and the whole prompt as text."""
-    texts = [example.full_text for example in row.examples]
-    return zip(target.examples, texts or [row.full_text or row.prompt_text], strict=True)
 
 
 def _say(
     lm: FrozenLM, row: Inversion, example: Example, text_ids: Sequence[int], length: int
 ) -> tuple[int, ...]:
     """The greedy decode of one whole prompt that must fit into the model's positions."""
-    reasoning = example.context.reasoning
-    ids = (*example.context.start_ids, *text_ids)
+    reasoning, limit = example.context.reasoning, lm.max_positions
     between = reasoning.max_tokens + len(lm.encode(reasoning.trigger)) if reasoning else 0
-    limit = lm.max_positions
-    if limit is not None and len(ids) + between + length > limit:
+    whole = len(example.context.start_ids) + len(text_ids) + between + length
+    if limit is not None and whole > limit:
         raise InputError(
             f"Expected {_name(row)} to fit into the {limit} positions of {lm.name}, but prompt and "
             f"target have {len(text_ids)} and {length} tokens."
         )
-    return decode_alone(lm, ids if text_ids else (), length, reasoning)
-
-
-def _mean_lcs(wanted: Sequence[tuple[int, ...]], said: Sequence[tuple[int, ...]]) -> float:
-    ratios = [lcs_ratio(*pair) for pair in zip(wanted, said, strict=True)]
-    return sum(ratios) / len(ratios)
+    return decode_text(lm, example.context, text_ids, length)
 
 
 def _name(row: Inversion) -> str:

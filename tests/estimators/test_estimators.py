@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dlmi.estimators import sampling
+from dlmi.estimators import soft_prompt
 from dlmi.estimators.noise import gumbel_noise
 from dlmi.estimators.sampling import (
     _conditional_perturbation,
@@ -231,7 +231,7 @@ def test_positions_held_at_once_change_nothing(name, monkeypatch):
     incoming = torch.randn(4, N, V, dtype=torch.float64, generator=generator(19))
     results = []
     for held in (2**22, 1):
-        monkeypatch.setattr(sampling, "_HELD_ENTRIES", held)
+        monkeypatch.setattr(soft_prompt, "_HELD_ENTRIES", held)
         logits, tau = LOGITS.clone().requires_grad_(), TAU.clone().requires_grad_()
         rows = sample_rows(name, 4, logits, tau, seed=3)
         (rows * incoming).sum().backward()

@@ -99,7 +99,7 @@ def test_it_follows_the_seed_and_not_what_is_drawn_beside_it():
     assert torch.equal(whole, gumbel_noise(11, (3, 6, 40), CPU, torch.float32))
     assert torch.equal(whole[:1, :2], gumbel_noise(11, (1, 2, 40), CPU, torch.float32))
     assert torch.equal(whole[..., :17], gumbel_noise(11, (3, 6, 17), CPU, torch.float32))
-    tail = gumbel_noise(11, (3, 2, 40), CPU, torch.float32, first_position=4)
+    tail = gumbel_noise(11, (3, 2, 40), CPU, torch.float32, first=4)
     assert torch.equal(whole[:, 4:], tail)
     assert not torch.equal(whole, gumbel_noise(12, (3, 6, 40), CPU, torch.float32))
 

@@ -180,7 +180,7 @@ def test_what_is_held_at_once_does_not_grow_with_samples():
 def test_groups_cover_every_row_once(slots, samples, positions):
     logits = [torch.zeros(positions, 3) for _ in range(slots)]
     groups = list(rows.row_groups(logits, torch.ones(slots, positions), None, samples))
-    covered = [(p.slot, s) for group in groups for p in group.parts for s in range(p.first, p.last)]
+    covered = [(slot, s) for group in groups for slot, own in group.parts for s in own]
     assert covered == [(b, s) for b in range(slots) for s in range(samples)]
     assert groups[0].span.start == 0
     assert groups[-1].span.stop == slots * samples * positions
@@ -222,7 +222,7 @@ def test_kernels_compile_for_nvidia_and_amd():
             for name in ("_sums_kernel", "_weights_kernel", "_gradient_kernel"):
                 for noise in (True, False) if arch == 80 else (True,):
                     kernel = getattr(kernels, name)
-                    constants = {"NOISE": noise, "TILE": 1024}
+                    constants = {"NOISE": noise}
                     types = {
                         n: "constexpr" if n in constants
                         else "i32" if n in numbers

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from dlmi.estimators.soft_embedding import compare_backends, kernels, soft_embedding
 from helpers.soft_rows import CASES, CPU, assert_close, make, with_gradients
@@ -18,7 +19,7 @@ def test_kernels_equal_the_plain_path(monkeypatch, case, noisy):
     expected = with_gradients(soft_embedding, *problem)
     largest = soft_embedding(*problem[:5], hard=True)
     monkeypatch.setattr(kernels, "_COLUMNS", 512)
-    monkeypatch.setattr(kernels, "_TILE", 256)
+    monkeypatch.setattr(kernels, "_TILE", tl.constexpr(256))
     monkeypatch.setattr("dlmi.estimators.soft_embedding._backend", lambda logits: kernels)
     assert_close(with_gradients(soft_embedding, *problem), expected, 1e-9)
     assert torch.equal(soft_embedding(*problem[:5], hard=True), largest)

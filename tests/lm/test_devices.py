@@ -19,7 +19,7 @@ from dlmi.run.data import LoadOptions
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate_alone
 from dlmi.scoring.passes import Pass
-from dlmi.scoring.recorded import target_of
+from dlmi.scoring.verification import target_of
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 

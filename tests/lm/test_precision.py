@@ -13,7 +13,7 @@ from dlmi.errors import InputError
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate_alone
-from dlmi.scoring.recorded import target_of
+from dlmi.scoring.verification import target_of
 
 READ = Engine.__call__
 FLOAT32 = {torch.float32}

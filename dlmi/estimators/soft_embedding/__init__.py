@@ -1,10 +1,9 @@
 r"""Soft prompts without their distributions: softmax((Z + g) / tau) E, block by block.
 
-Written plainly, S samples of N rows over V tokens fill several S x N x V tensors, and making them
-costs as much as a good part of the LM's own pass. Here the vocabulary is walked in blocks, and only
-each row's largest entry, its sum and the result :math:`h = p E` are kept. The backward pass makes
-the noise again from its counter. With :math:`x = (Z + g) / \tau` and G the gradient that arrives
-at h,
+S samples of N rows over V tokens would fill several S x N x V tensors. Here the vocabulary is
+walked in blocks, and only each row's largest entry, its sum and the result :math:`h = p E` are
+kept. The backward pass makes the noise again from its counter. With :math:`x = (Z + g) / \tau` and
+G the gradient that arrives at h,
 
 .. math::
     \frac{\partial L}{\partial Z} = \sum_s \frac{p}{\tau} (G E^T - G \cdot h), \quad
@@ -14,7 +13,7 @@ so that no row has to be seen twice. A logit of -inf bars its token: its weight 
 exactly 0. Sums are float32 or better, whatever the LM's dtype.
 
 `plain` does it with PyTorch alone, on any device; `kernels` has Triton kernels for CUDA and ROCm,
-taken where Triton is at hand. Both walk the same groups of rows (`rows`) and draw the same noise.
+used where Triton is installed. Both walk the same groups of rows (`rows`) and draw the same noise.
 
 Axes: B slots, S samples, N positions, V tokens, d width; a row is one (slot, sample, position).
 """
@@ -33,8 +32,6 @@ from dlmi.errors import first_line
 from dlmi.estimators.soft_embedding import plain
 from dlmi.estimators.soft_embedding.rows import RowSums, row_groups
 
-__all__ = ["sample_columns", "soft_embedding"]
-
 
 def soft_embedding(
     logits: Sequence[Tensor],
@@ -44,7 +41,7 @@ def soft_embedding(
     num_samples: int = 1,
     hard: bool = False,
 ) -> Tensor:
-    """Embeddings of relaxed prompts, differentiable in the logits and the temperatures.
+    """Embeddings of relaxed prompts, (B, S, N, d), differentiable in the logits and tau.
 
     Args:
         logits: Z of each slot, B tensors (N, V); -inf bars a token.
@@ -52,11 +49,7 @@ def soft_embedding(
         matrix: What each token embeds to, E (V, d), in any floating dtype.
         seeds: A noise seed for each slot; None for rows without noise.
         num_samples: S.
-        hard: Straight-through: the embedding of the largest entry goes forward, the gradient is
-            that of the soft one.
-
-    Returns:
-        (B, S, N, d), in the dtype of the logits.
+        hard: Straight-through: the embedding of the largest entry, with the soft one's gradient.
     """
     embeds: Tensor = _SoftEmbedding.apply(matrix, tau, seeds, num_samples, hard, *logits)  # type: ignore[no-untyped-call]
     return embeds
@@ -66,10 +59,8 @@ def soft_embedding(
 def sample_columns(logits: Tensor, num_samples: int, seed: int) -> Tensor:
     """S independent draws of a column per position from softmax(logits): (N, V) to (S, N)."""
     tau = logits.new_ones(1, len(logits))
-    columns = [
-        plain.largest_columns(group) for group in row_groups([logits], tau, [seed], num_samples)
-    ]
-    return torch.cat(columns).view(num_samples, len(logits))
+    groups = row_groups([logits], tau, [seed], num_samples)
+    return torch.cat([plain.largest_columns(g) for g in groups]).view(num_samples, len(logits))
 
 
 class _SoftEmbedding(torch.autograd.Function):
@@ -132,9 +123,9 @@ def _checked_kernels(device: torch.device) -> ModuleType:
         if difference < 1e-3:
             return kernels
         reason = f"they differ from PyTorch by {difference:.1e}"
-    except Exception as error:  # whatever a compiler on an unknown device comes up with
+    except Exception as error:  # a compiler on an unknown device may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
-    rank_zero_warn(f"Triton kernels are not used on {device}, PyTorch does their work: {reason}")
+    rank_zero_warn(f"PyTorch is used in place of Triton kernels on {device}: {reason}")
     return plain
 
 

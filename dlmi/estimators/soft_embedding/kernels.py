@@ -1,9 +1,8 @@
 """The soft embedding of a group of rows with Triton, for CUDA and ROCm.
 
-Noise is cheap where arithmetic is: it is drawn again wherever it is needed, inside the kernel that
-needs it, and never written. One kernel finds each row's largest entry and sum, one writes the
-weights of a block for the product with E, one turns the product of the backward pass into
-gradients. The products themselves are PyTorch's. Nothing is added up in an order that varies.
+Noise is drawn again inside each kernel that needs it, and never written. One kernel finds each
+row's largest entry and sum, one writes the weights of a block for the product with E, one turns the
+product of the backward pass into gradients. The products are PyTorch's. All sums are deterministic.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -19,7 +18,7 @@ from dlmi.estimators.noise import MULTIPLIER, SHIFT, SIGN_MASK, UNIT, column_wor
 from dlmi.estimators.soft_embedding.rows import RowGroup, RowSums
 
 _COLUMNS = 8192  # of a block that is written for a product with E
-_TILE = 1024  # columns that a program holds at once
+_TILE = tl.constexpr(1024)  # columns that a program holds at once
 
 _SHIFT = tl.constexpr(SHIFT)
 _MULTIPLIER = tl.constexpr(MULTIPLIER % 2**32)
@@ -29,10 +28,8 @@ _LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _entries(
-    logits, words, keys, inverse_taus, positions, count, row, columns, NOISE: tl.constexpr
-):
-    """(Z + g) / tau at some columns of one row; -inf beyond the last."""
+def _entries(logits, words, keys, scales, positions, count, NOISE: tl.constexpr, row, columns):
+    """(Z + g) / tau at some columns of one row, `scales` being 1 / tau; -inf beyond the last."""
     inside = columns < count
     place = logits + (row % positions).to(tl.int64) * count + columns
     entries = tl.load(place, mask=inside, other=-float("inf"))
@@ -48,31 +45,21 @@ def _entries(
         lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)
         exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / lost))
         entries -= tl.log(exponential)
-    return entries * tl.load(inverse_taus + row)
+    return entries * tl.load(scales + row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(
-    logits,
-    words,
-    keys,
-    inverse_taus,
-    positions,
-    count,
-    peaks,
-    totals,
-    largests,
-    NOISE: tl.constexpr,
-    TILE: tl.constexpr,
+    logits, words, keys, scales, positions, count, NOISE: tl.constexpr, peaks, totals, largests
 ):
     """One program per row: its largest entry, the column of that, and the sum around it."""
     row = tl.program_id(0)
     peak = tl.full((), _LOWEST, peaks.dtype.element_ty)
     total = tl.zeros((), peaks.dtype.element_ty)
     largest = tl.zeros((), tl.int64)
-    for start in range(0, count, TILE):
-        columns = start + tl.arange(0, TILE)
-        x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
+    for start in range(0, count, _TILE):
+        columns = start + tl.arange(0, _TILE)
+        x = _entries(logits, words, keys, scales, positions, count, NOISE, row, columns)
         highest, where = tl.max(x, 0, return_indices=True)
         largest = tl.where(highest > peak, where.to(tl.int64) + start, largest)
         higher = tl.maximum(peak, highest)
@@ -85,24 +72,13 @@ def _sums_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights_kernel(
-    logits,
-    words,
-    keys,
-    inverse_taus,
-    positions,
-    count,
-    peaks,
-    weights,
-    first,
-    width,
-    NOISE: tl.constexpr,
-    TILE: tl.constexpr,
+    logits, words, keys, scales, positions, count, NOISE: tl.constexpr, peaks, weights, first, width
 ):
     """One program per row and tile: exp(x - peak) at the columns first to first + width."""
     row = tl.program_id(0)
-    offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    offsets = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     columns = first + offsets
-    x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
+    x = _entries(logits, words, keys, scales, positions, count, NOISE, row, columns)
     values = tl.exp(x - tl.load(peaks + row))
     tl.store(weights + row.to(tl.int64) * width + offsets, values, mask=offsets < width)
 
@@ -112,9 +88,10 @@ def _gradient_kernel(
     logits,
     words,
     keys,
-    inverse_taus,
+    scales,
     positions,
     count,
+    NOISE: tl.constexpr,
     peaks,
     means,
     products,
@@ -123,21 +100,19 @@ def _gradient_kernel(
     samples,
     first,
     width,
-    NOISE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """One program per position and tile: adds up all samples, in order."""
     position = tl.program_id(0)
     tile = tl.program_id(1)
-    offsets = tile * TILE + tl.arange(0, TILE)
+    offsets = tile * _TILE + tl.arange(0, _TILE)
     columns = first + offsets
     inside = offsets < width
-    inverse_tau = tl.load(inverse_taus + position)
-    by_logit = tl.zeros((TILE,), inverse_tau.dtype)
-    by_tau = tl.zeros((TILE,), inverse_tau.dtype)
+    inverse_tau = tl.load(scales + position)
+    by_logit = tl.zeros((_TILE,), inverse_tau.dtype)
+    by_tau = tl.zeros((_TILE,), inverse_tau.dtype)
     for sample in range(samples):
         row = sample * positions + position
-        x = _entries(logits, words, keys, inverse_taus, positions, count, row, columns, NOISE)
+        x = _entries(logits, words, keys, scales, positions, count, NOISE, row, columns)
         x -= tl.load(peaks + row)
         product = tl.load(products + row.to(tl.int64) * width + offsets, mask=inside, other=0.0)
         by_x = tl.where(inside, (product - tl.load(means + row)) * tl.exp(x), 0.0)
@@ -152,16 +127,15 @@ def _gradient_kernel(
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`."""
     rows = _row_arguments(group)
-    options = {"NOISE": group.keys is not None, "TILE": _TILE}
     for span, own in rows:
         results = (sums.peak[span], sums.total[span], sums.largest[span])
-        _sums_kernel[(span.stop - span.start,)](*own, *results, **options)
+        _sums_kernel[(span.stop - span.start,)](*own, *results)
     sums.soft.zero_()
     for first, width in _blocks(group):
         weights = sums.soft.new_empty(group.rows, width)
         for span, own in rows:
-            grid = (span.stop - span.start, triton.cdiv(width, _TILE))
-            _weights_kernel[grid](*own, sums.peak[span], weights[span], first, width, **options)
+            grid = (span.stop - span.start, triton.cdiv(width, _TILE.value))
+            _weights_kernel[grid](*own, sums.peak[span], weights[span], first, width)
         sums.soft.addmm_(weights, matrix[first : first + width].to(weights.dtype))
     sums.soft.div_(sums.total)
 
@@ -180,7 +154,7 @@ def backward(
     rows = _row_arguments(group)
     for first, width in _blocks(group):
         product = gradient @ matrix[first : first + width].to(gradient.dtype).T
-        grid = (group.positions, triton.cdiv(width, _TILE))
+        grid = (group.positions, triton.cdiv(width, _TILE.value))
         for (slot, _), (span, own) in zip(group.spans(), rows, strict=True):
             tau_parts = gradient.new_empty(grid)
             _gradient_kernel[grid](
@@ -193,8 +167,6 @@ def backward(
                 (span.stop - span.start) // group.positions,
                 first,
                 width,
-                NOISE=group.keys is not None,
-                TILE=_TILE,
             )
             if tau_gradient is not None:
                 tau_gradient[slot].sub_(tau_parts.sum(-1))
@@ -211,8 +183,8 @@ def _row_arguments(group: RowGroup) -> list[tuple[slice, tuple[Any, ...]]]:
     words = column_words(group.columns, group.inverse_tau.device)
     # Without noise nothing is read there.
     keys = words.expand(group.rows, -1) if group.keys is None else torch.cat(group.keys, dim=1)
-    shape = (group.positions, group.columns)
+    rest = (group.positions, group.columns, group.keys is not None)
     return [
-        (span, (group.logits[slot], words, keys[span], group.inverse_tau[span], *shape))
+        (span, (group.logits[slot], words, keys[span], group.inverse_tau[span], *rest))
         for slot, span in group.spans()
     ]

@@ -44,15 +44,9 @@ def backward(
     logit_gradients: Sequence[Tensor],
     tau_gradient: Tensor | None,
 ) -> None:
-    """Add what the group gives to the gradients.
+    """Add the group's share to the gradients of logits, B tensors (N, V), and of tau, (B, N).
 
-    Args:
-        group: As in the forward pass.
-        matrix: E, (V, d).
-        sums: From the forward pass.
-        gradient: G, of the loss with respect to the soft embeddings, (rows, d).
-        logit_gradients: B tensors (N, V).
-        tau_gradient: (B, N), or None if it is not wanted.
+    G, (rows, d), is the gradient with respect to the soft embeddings.
     """
     gradient = gradient / sums.total  # so that no block has to be divided
     mean = (gradient * sums.soft).sum(-1, keepdim=True)  # (rows, 1)

@@ -1,12 +1,11 @@
 """The rows of a soft embedding, in groups that are worked on together.
 
-Few rows make a slow product with E, and E is read once per group; many rows make a large block.
-So small slots are grouped, and the samples of a large slot are split.
+Few rows make a slow product with E; many rows make a large block. So small slots are grouped, and
+the samples of a large slot are split.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +15,12 @@ from dlmi.estimators.noise import row_keys
 _ROWS = 1024  # of a group, about: enough for a fast product with E
 
 
-class Part(NamedTuple):
-    """Samples of one slot within a group: its rows there are (last - first) x N."""
-
-    slot: int
-    first: int
-    last: int
-
-
 @dataclass(frozen=True)
 class RowGroup:
     """Rows that go through the vocabulary side by side."""
 
     logits: Sequence[Tensor]  # Z of every slot, (N, V) each; the parts say which are used
-    parts: Sequence[Part]  # whose rows these are, in order
+    parts: Sequence[tuple[int, range]]  # slots, and the samples of each, whose rows these are
     span: slice  # which of all rows these are
     inverse_tau: Tensor  # 1 / tau of each row, (rows, 1)
     # Mask and multiplier of each row's noise, (rows, 1) each; None without noise
@@ -53,9 +44,9 @@ class RowGroup:
     def spans(self) -> Iterator[tuple[int, slice]]:
         """Each part's slot, and which rows of the group are its own."""
         start = 0
-        for part in self.parts:
-            span = slice(start, start + (part.last - part.first) * self.positions)
-            yield part.slot, span
+        for slot, samples in self.parts:
+            span = slice(start, start + len(samples) * self.positions)
+            yield slot, span
             start = span.stop
 
     def split(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -93,20 +84,15 @@ def row_groups(
 ) -> Iterator[RowGroup]:
     """All rows, by slot, sample and position, in groups of about a thousand.
 
-    The logits are B tensors (N, V), tau is (B, N); without a noise seed for each slot there is no
-    noise.
+    From B tensors Z, (N, V), tau, (B, N), and a noise seed for each slot; None: no noise.
     """
     positions = tau.shape[1]
     start = 0
     for parts in _partition(len(logits), num_samples, positions):
-        inverse_tau = torch.cat(
-            [tau[p.slot].reciprocal().repeat(p.last - p.first) for p in parts]
-        )  # (rows,)
+        inverse_tau = torch.cat([tau[i].reciprocal().repeat(len(own)) for i, own in parts])
         keys = None
         if seeds is not None:
-            words = [
-                row_keys(seeds[p.slot], range(p.first, p.last), range(positions)) for p in parts
-            ]
+            words = [row_keys(seeds[i], own, range(positions)) for i, own in parts]
             mask, multiplier = torch.cat(words, dim=1).to(tau.device)
             keys = (mask, multiplier)
         span = slice(start, start + len(inverse_tau))
@@ -114,12 +100,16 @@ def row_groups(
         start = span.stop
 
 
-def _partition(num_slots: int, num_samples: int, positions: int) -> Iterator[list[Part]]:
-    slots = max(1, _ROWS // (num_samples * positions))
-    samples = max(1, _ROWS // positions)
-    for slot in range(0, num_slots, slots):
-        if slots > 1 or num_samples <= samples:
-            yield [Part(s, 0, num_samples) for s in range(slot, min(slot + slots, num_slots))]
-            continue
-        for first in range(0, num_samples, samples):
-            yield [Part(slot, first, min(first + samples, num_samples))]
+def _partition(
+    num_slots: int, num_samples: int, positions: int
+) -> Iterator[list[tuple[int, range]]]:
+    """The samples of all slots: of several small slots together, of a large slot in pieces."""
+    size = min(num_samples, max(1, _ROWS // positions))
+    parts = [
+        (slot, range(num_samples)[first : first + size])
+        for slot in range(num_slots)
+        for first in range(0, num_samples, size)
+    ]
+    count = max(1, _ROWS // (num_samples * positions))
+    for first in range(0, len(parts), count):
+        yield parts[first : first + count]
