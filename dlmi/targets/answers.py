@@ -1,13 +1,13 @@
-"""The final answer in a text that ends in one, and whether it is the right one.
+"""The final answer in a text, in the form in which answers are compared.
 
-GSM8k writes a rationale, then `#### 42`. What a model writes may have the mark or not: without it
-the last number counts, or the whole text where the answer is no number.
+GSM8k writes a rationale, then `#### 42`. In a text without the mark the last number is the answer,
+or the whole text where the answer is not a number.
 """
 
 import re
 
 MARK = "####"
-# A minus behind a digit is one of a sum; commas belong to a number where they group its digits.
+# A minus after a digit is a subtraction; commas belong to a number where they group its digits.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+"
 )
@@ -16,11 +16,7 @@ _DIGIT_GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def find_answer(text: str, is_number: bool = True) -> str | None:
-    """The final answer of a text, normalised; None where there is none.
-
-    Args:
-        text: With `#### answer`, or an answer that stands last.
-        is_number: Whether a number is looked for; else any text.
+    """The final answer of a text, a number or any text, normalised; None where there is none.
 
     >>> find_answer("3 + 4 = 7 apples, so $1,234.50 in all.")
     '1234.5'
@@ -34,12 +30,12 @@ def find_answer(text: str, is_number: bool = True) -> str | None:
     if not is_number:
         return normalise(rest) or None
     numbers = _NUMBER.findall(rest)
-    # After the mark the answer stands first, whatever is said about it; in a text, last.
+    # After the mark the answer comes first, before any remarks; in a text it comes last.
     return normalise(numbers[0 if has_mark else -1]) if numbers else None
 
 
 def normalise(answer: str) -> str:
-    """An answer as it is compared: numbers without what surrounds them, texts in lower case.
+    """An answer in the form that is compared: bare numbers, texts in lower case.
 
     >>> [normalise(text) for text in ("$1,000.", "7.0", "-0.50", "+3", " Yes.")]
     ['1000', '7', '-0.5', '3', 'yes']
