@@ -5,6 +5,7 @@ or the whole text where the answer is not a number.
 """
 
 import re
+from decimal import Decimal
 
 MARK = "####"
 # A minus after a digit is a subtraction; commas belong to a number where they group its digits.
@@ -12,7 +13,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+"
 )
 _AROUND = "$ *\"'`([{)]}"
-_DIGIT_GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_WHOLE_NUMBER = re.compile(r"([+-]?)\$*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
 
 
 def find_answer(text: str, is_number: bool = True) -> str | None:
@@ -41,16 +42,11 @@ def normalise(answer: str) -> str:
     ['1000', '7', '-0.5', '3', 'yes']
     """
     text = " ".join(answer.split()).casefold().lstrip(_AROUND).rstrip(f"{_AROUND}.,;:!?%")
-    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text.removeprefix("+"))
-    digits = digits.lstrip("$")
-    if _DIGIT_GROUPS.fullmatch(digits):
-        digits = digits.replace(",", "")
-    if not re.fullmatch(r"\d+(?:\.\d*)?|\.\d+", digits):
+    found = _WHOLE_NUMBER.fullmatch(text)
+    if not found:
         return text
-    whole, _, fraction = digits.partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    value = f"{whole}.{fraction}" if fraction else whole
-    return value if value == "0" else sign + value
+    number = Decimal(found[1] + found[2].replace(",", ""))
+    return f"{number.normalize() + 0:f}"  # adding 0 drops the sign of a zero
 
 
 def is_number(answer: str) -> bool:

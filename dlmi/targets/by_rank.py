@@ -54,7 +54,8 @@ def generate_targets(
         ranks = torch.from_numpy(np.rint(means + sigma * draws)).long().clamp(1, vocab_size)
         # All walks run as one batch, each from its own draws. The first that ends early shifts the
         # stream for those after it, so these are walked again.
-        walks = [walk for rows in ranks.split(_WALK_ROWS) for walk in _walk(lm, rows, allowed_ids)]
+        parts = torch.split(ranks, _WALK_ROWS)
+        walks = [walk for rows in parts for walk in _walk(lm, rows, allowed_ids)]
         for (mean_rank, sample), (ids, probs), row in zip(waiting, walks, ranks, strict=True):
             used = ids.index(lm.eos_id) + 1 if lm.eos_id in ids else length
             stream = stream[used:]

@@ -40,7 +40,6 @@ class Context:
     reasoning: Reasoning | None = None  # what the LM has yet to write; None once it is written
 
     def __post_init__(self) -> None:
-        """Check that the fields fit together."""
         blanks = len(self.blank_lengths)
         if not 1 <= blanks == len(self.pieces) - 1 or self.read_once > len(self.pieces[0]):
             raise InputError(

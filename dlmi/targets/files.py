@@ -119,7 +119,7 @@ def _own_template(line: _Line, where: str, common: Template | None) -> Template 
     """The template that a line asks for, else the common one."""
     if line.template is UNSET and line.chat is UNSET:
         return common
-    text: str | Messages | None = common and common.text
+    text: str | Messages | None = None if common is None else common.text
     text = text if line.template is UNSET else line.template
     chat = line.chat or (line.chat is UNSET and common is not None and common.chat)
     return find_template(text, chat, f"`template` in {where}")

@@ -55,7 +55,6 @@ class ByRank(TargetSource):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_at_least_one("data.targets", per_k=self.per_k, length=self.length)
         check_between("data.targets", 0, math.inf, sigma=self.sigma)
         if not self.k:
@@ -104,7 +103,6 @@ class Texts(TargetSource):
     texts: list[str | dict[str, Any]]
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not self.texts:
             raise InputError("Expected `data.targets.texts` to hold a text, but it is empty.")
 
@@ -137,7 +135,6 @@ class Questions(TargetSource):
     trigger: str = TRIGGER
 
     def __post_init__(self) -> None:
-        """Check the values."""
         counts = {"limit": self.limit, "reasoning_tokens": self.reasoning_tokens}
         check_at_least_one("data.targets", **counts)
         self._answer()
@@ -188,7 +185,6 @@ class Sharing:
     held_out: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_at_least_one("data.share", per_step=self.per_step, evaluated=self.evaluated)
 
     def target(self, lm: FrozenLM, targets: Sequence[Target], template: Template | None) -> Target:

@@ -127,7 +127,8 @@ def _with_examples(row: dict[str, Any]) -> dict[str, Any]:
         seen, pool = row.get("examples") or [], shared.get("pool") or []
         row = {**row, **shared, "examples": pool, "evaluated": len(seen) or None}
     elif "examples" not in row:
-        example = {name: row[name] for name in ("id", "ids", "text", "frame") if name in row}
+        names = ["id", "ids", "text", "frame"]
+        example = {name: row[name] for name in names if name in row}
         if not isinstance(row.get("context"), str | None):  # a text is a field of a template
             example["context"] = row["context"]
         row = {**row, "examples": [example]}
