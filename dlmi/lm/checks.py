@@ -21,17 +21,6 @@ def read_embedding_matrix(model: Any) -> Tensor:
     return vectors
 
 
-def gather_head_input(model: Any) -> None:
-    """Make the input of the head contiguous.
-
-    The last positions, cut out of longer rows, are a batch of matrices, which PyTorch multiplies
-    row by row, reading the whole head for each.
-    """
-    model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
-    )
-
-
 @torch.no_grad()
 def check_invertible(model: Any, name: str, ids: Tensor, embedding_matrix: Tensor) -> None:
     """Raise `InputError` for a model without soft prompts or not causal; tried on ids, (1, L)."""

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from dlmi.errors import first_line
 from dlmi.lm.memory import is_out_of_memory
-from dlmi.lm.packed import PackedPass, packed_attention
 from dlmi.lm.precision import PassPrecision
 from dlmi.lm.prefix import Prefix
 
@@ -25,6 +24,11 @@ class Forward:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
         self._can_compile = True
+        # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
+        # multiply one by one, reading the whole head for each.
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+        )
 
     def __call__(
         self,
@@ -52,18 +56,6 @@ class Forward:
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # To the device of the prompts (the head may be on another), in float32 or better.
         return logits.to(device, torch.promote_types(logits.dtype, torch.float32)), cache
-
-    def packed(self, inputs_embeds: Tensor, now: PackedPass) -> Tensor:
-        """Logits of a packed pass, (L, d) to (.., V)."""
-        precision = self._precision.around_pass(inputs_embeds.device.type)
-        with precision, packed_attention(self._model, now):
-            logits: Tensor = self._model(
-                inputs_embeds=inputs_embeds[None],
-                position_ids=now.position_ids,
-                use_cache=False,
-                logits_to_keep=now.kept,
-            ).logits[0]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         try:

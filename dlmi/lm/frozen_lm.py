@@ -21,7 +21,7 @@ from dlmi.errors import InputError
 from dlmi.lm import checks, generation
 from dlmi.lm.forward import Forward
 from dlmi.lm.memory import RowsPerPass
-from dlmi.lm.packed import PackedPass, PackedRow, packs_right
+from dlmi.lm.packed import PackedPass, PackedRow, packed_attention, packs_right
 from dlmi.lm.placement import fingerprint, quantized_bits
 from dlmi.lm.precision import PassPrecision
 from dlmi.lm.prefix import Layers, Prefix, make_cache, read_layers
@@ -70,12 +70,11 @@ class FrozenLM:
         self.compile_passes = False
         self.copies: dict[torch.dtype, FrozenLM] = {}
         self.embedding_matrix = checks.read_embedding_matrix(model)
-        self._run = Forward(model, self.embedding_matrix, self.precision)
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
         self.end_ids = generation.replace_config(model, self.eos_id)
         checks.check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
-        checks.gather_head_input(model)
+        self._run = Forward(model, self.embedding_matrix, self.precision)
 
     def __repr__(self) -> str:
         kind = type(self.model).__name__
@@ -224,8 +223,14 @@ class FrozenLM:
         """
         layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
         now = PackedPass(rows, layers, self.device, captures)
-        logits = self._run.packed(inputs_embeds.to(self.dtype), now)
-        return logits, now.captured()
+        with self.precision.around_pass(self.device.type), packed_attention(self.model, now):
+            logits: Tensor = self.model(
+                inputs_embeds=inputs_embeds[None].to(self.dtype),
+                position_ids=now.position_ids,
+                use_cache=False,
+                logits_to_keep=now.kept,
+            ).logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), now.captured()
 
     def free_run(
         self,

@@ -119,9 +119,7 @@ def _locate(name: str) -> tuple[str, str | None]:
         version = importlib.metadata.version(_PACKAGED_WHEEL)
         return str(_converted(gguf_file, f"{PACKAGED}-{version}")), f"{_PACKAGED_WHEEL} {version}"
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"Expected `lm` to name a GGUF file, but {name!r} does not exist.")
+    if path.suffix == ".gguf" and path.is_file():
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         return str(_converted(path, f"{path.stem}-{digest}")), f"sha256 {digest}"
@@ -132,7 +130,8 @@ def _locate(name: str) -> tuple[str, str | None]:
                 "or pytorch_model*.bin. For a GGUF file give the file itself."
             )
         return str(path), None
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path or path.suffix == ".gguf":
         raise InputError(f"Expected `lm` to be a folder or a file, but {name!r} does not exist.")
     return name, None
 

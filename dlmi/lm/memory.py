@@ -38,9 +38,9 @@ class RowsPerPass:
         if setting != "auto":
             check_at_least_one("data", rows_per_pass=setting)
         self.setting = setting
-        self._graph_bytes: dict[torch.device, float] = {}  # of a token
-        self._free: dict[torch.device, int] = {}
         self._ceiling = 2**62
+        # Of each device: the memory of a token's graph and the free memory, in bytes
+        self._room: list[tuple[float, int]] | None = None
 
     def run(
         self,
@@ -86,17 +86,15 @@ class RowsPerPass:
     def _limit(self, lm: Any, tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
             return min(self.setting, self._ceiling)
-        if not self._graph_bytes:
+        if self._room is None:
             graphs = graph_bytes(lm, tokens)
-            self._graph_bytes = {device: size / tokens for device, size in graphs.items()}
-            room = {device: free_memory(device) for device in lm.devices}
-            self._free = {device: free for device, free in room.items() if free is not None}
+            room = [(size / tokens, free_memory(device)) for device, size in graphs.items()]
+            self._room = [(graph, free) for graph, free in room if free is not None]
         # Logits, their softmax and the gradients of both, in float32, on any of the devices.
         head = 4 * 4 * keep * len(lm.embedding_matrix)
         limit = self._ceiling
-        for device, free in self._free.items():
-            graph = self._graph_bytes.get(device, 0.0) * tokens
-            row = graph * (1 if gradient else _WITHOUT_GRAPH) + head
+        for graph, free in self._room:
+            row = graph * tokens * (1 if gradient else _WITHOUT_GRAPH) + head
             limit = min(limit, int(_SHARE * free / row))
         return max(1, limit)
 

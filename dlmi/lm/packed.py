@@ -9,7 +9,7 @@ where no query of a real token reads.
 The attention function is registered with transformers' `AttentionInterface` and named in the
 model's config for the duration of a pass. Gradients go through it.
 
-Axes: B prefixes, C rows behind one, T tokens of a row, L packed tokens, W tokens of a prefix, K key
+Axes: B prefixes, C rows after one, T tokens of a row, L packed tokens, W tokens of a prefix, K key
 heads, G query heads of a key head, h head width, V logits.
 """
 

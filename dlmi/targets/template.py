@@ -240,7 +240,7 @@ def _parse(text: str, setting: str) -> tuple[str, list[str], list[int]]:
                 lengths.append(int(length or 0))
             elif name is not None:
                 if length or conversion or not re.fullmatch(r"[^\W\d]\w*", name):
-                    raise ValueError(f"{name!r} is none of these")
+                    raise ValueError(f"{name!r} is not one of these")
                 format_string += f"{{{name}}}"
                 names.append(name)
     except ValueError as error:
