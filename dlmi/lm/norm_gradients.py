@@ -1,4 +1,4 @@
-"""Gradients that listen more to the residual stream than to the branches beside it."""
+"""Gradients that weigh the residual stream more than the branches beside it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from dlmi.lm.frozen_lm import FrozenLM
 
 @contextlib.contextmanager
 def scaled_norm_gradients(lm: FrozenLM, factor: float) -> Iterator[None]:
-    """Scale gradients where they leave a norm layer, for passes made inside this context.
+    """Scale the gradients at the outputs of norm layers, for passes made inside this context.
 
-    The forward pass is untouched. Inside a block the norm stands at the start of a branch, so a
-    factor below 1 weakens what comes through the branches against the residual stream.
+    The forward pass is unchanged. Each branch of a block starts with a norm, so a factor below 1
+    weakens the branches against the residual stream.
     """
     if factor == 1:
         yield
@@ -24,11 +24,8 @@ def scaled_norm_gradients(lm: FrozenLM, factor: float) -> Iterator[None]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
-    norms = [m for m in lm.model.modules() if type(m).__name__.endswith("Norm")]
-    handles = [norm.register_forward_hook(scale) for norm in norms]
-    try:
-        with lm.not_compiled():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, lm.not_compiled():
+        for module in lm.model.modules():
+            if type(module).__name__.endswith("Norm"):
+                hooks.callback(module.register_forward_hook(scale).remove)
+        yield

@@ -1,20 +1,20 @@
-"""Rows of any lengths in one pass, without padding, behind beginnings whose keys are kept.
+"""Rows of any lengths in one pass, without padding, after prefixes whose keys are kept.
 
-The rows lie one after the other in a single sequence, so norms, projections, MLPs and the head see
-real tokens only. Attention alone is laid out as (prefixes, rows, tokens): each query reads the keys
-of its row's prefix, which all rows behind it share and nobody copies, up to the tokens that the row
-has in common with it, and then its own row, causally. One softmax runs over both. Padding stands on
-the right, where no query of a real token looks.
+The rows are concatenated into a single sequence, so norms, projections, MLPs and the head see real
+tokens only. Attention alone is laid out as (prefixes, rows, tokens): each query reads the keys of
+its row's prefix, which all rows after it share without copies, up to the tokens that the row has in
+common with it, and then its own row, causally. One softmax covers both. Padding is on the right,
+where no query of a real token reads.
 
-The function is registered with transformers' `AttentionInterface` and named in the model's config
-for the pass alone. Gradients go through it.
+The attention function is registered with transformers' `AttentionInterface` and named in the
+model's config for the duration of a pass. Gradients go through it.
 
-Axes: B prefixes, C rows behind one, T tokens of a row, L packed tokens, W tokens of a prefix, K key
+Axes: B prefixes, C rows after one, T tokens of a row, L packed tokens, W tokens of a prefix, K key
 heads, G query heads of a key head, h head width, V logits.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,21 +31,21 @@ _NAME = "dlmi_packed"
 
 @dataclass(frozen=True)
 class PackedRow:
-    """How a row lies."""
+    """The layout of a row."""
 
-    length: int  # tokens that are read
-    keep: int  # at how many of the last ones logits are wanted
-    prefix: int = 0  # which prefix it stands behind
-    shared: int = 0  # how many first tokens of that prefix it sees
+    length: int  # tokens of the row
+    keep: int  # how many of the last ones get logits
+    prefix: int = 0  # number of the prefix before it
+    shared: int = 0  # how many first tokens of that prefix it reads
 
 
 class PackedPass:
-    """One pass over rows, laid out once for all layers.
+    """The layout of one pass, made once for all layers.
 
     Args:
-        rows: In the order in which their tokens are packed.
-        prefixes: Keys and values of what stands before them, one row each.
-        device: Where the pass runs.
+        rows: The rows in the order in which they are concatenated.
+        prefixes: Keys and values of the prefixes, one row each.
+        device: The device of the pass.
         captures: Whether to keep the keys and values of the rows.
     """
 
@@ -72,9 +72,8 @@ class PackedPass:
         within = torch.arange(int(lengths.sum())) - start.repeat_interleave(lengths)
         place = (prefix * size[1] + column) * size[2]  # of a row's first token in the layout
         padded = torch.zeros(size, dtype=torch.long)
-        padded[prefix, column] = start[:, None] + torch.arange(size[2]).clamp_max(
-            lengths[:, None] - 1
-        )
+        tokens = torch.minimum(torch.arange(size[2]), lengths[:, None] - 1)
+        padded[prefix, column] = start[:, None] + tokens
         seen = torch.zeros(size[:2], dtype=torch.long)
         seen[prefix, column] = shared
         ends = (start + lengths - keep.cumsum(0)).repeat_interleave(keep)
@@ -83,7 +82,7 @@ class PackedPass:
             place.repeat_interleave(lengths) + within,  # layout to packed, (L,)
             ends + torch.arange(len(ends)),  # positions with logits
             padded.flatten(),  # packed to layout, (B * C * T,)
-            seen.flatten(),  # prefix tokens that each row sees, (B * C,)
+            seen.flatten(),  # prefix tokens that each row reads, (B * C,)
         ]
         on_device = torch.cat(parts).to(device)  # one copy for all
         positions, self._unpad, self.kept, self._pad, seen = torch.split(
@@ -92,18 +91,14 @@ class PackedPass:
         self.position_ids = positions[None]
         self._size = size
         self._is_even = int(lengths.sum()) == padded.numel() and torch.equal(place, start)
-        self._hidden = self._hidden_keys(seen.view(size[:2]))
-
-    def _hidden_keys(self, seen: Tensor) -> Tensor:
-        """What a query may not look at, (B, 1, C, 1, T, W + T)."""
-        b, c, t = self._size
-        ones = torch.ones(t, t, dtype=torch.bool, device=seen.device)
-        later = ones.triu(1).expand(b, c, t, t)
-        before = torch.arange(self._width, device=seen.device) >= seen[..., None, None]
-        return torch.cat([before.expand(b, c, t, -1), later], dim=-1)[:, None, :, None]
+        # Keys that a query may not read, (B, 1, C, 1, T, W + T)
+        ones = torch.ones(size[2], size[2], dtype=torch.bool, device=device)
+        before = torch.arange(self._width, device=device) >= seen.view(*size[:2], 1, 1)
+        hidden = before.expand(*size, -1), ones.triu(1).expand(*size, -1)
+        self._hidden = torch.cat(hidden, dim=-1)[:, None, :, None]
 
     def _known(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all prefixes, (B, K, W, h); padded where there are several."""
+        """Keys and values of all prefixes, (B, K, W, h), padded if there are several."""
         pairs = [prefix[layer] for prefix in self._prefixes]
         if len(pairs) == 1:
             keys, values = (x[:, :, : self._width] for x in pairs[0])
@@ -180,7 +175,7 @@ AttentionInterface.register(_NAME, _attention)  # there is no mask of this name:
 
 @contextlib.contextmanager
 def packed_attention(model: Any, now: PackedPass) -> Iterator[None]:
-    """Within, the model's attention reads rows as a packed pass lays them out."""
+    """Use the attention of a packed pass within the context."""
     config = model.config.get_text_config()
     usual, token = config._attn_implementation, _running.set(now)
     config._attn_implementation = _NAME
@@ -192,25 +187,20 @@ def packed_attention(model: Any, now: PackedPass) -> Iterator[None]:
 
 
 @torch.no_grad()
-def packs_right(
-    embeds: Tensor,
-    packed_logits: Callable[..., tuple[Tensor, list[Layers]]],
-    last_logits: Callable[[Tensor, int], Tensor],
-) -> bool:
-    """Whether packed rows, behind a prefix that they share in part, get the logits of plain ones.
+def packs_right(lm: Any, embeds: Tensor) -> bool:
+    """Whether a `FrozenLM` gives packed rows after a shared prefix the logits of plain rows.
 
-    Not where attention does not go through transformers' interface, where a window or a sink
-    changes what is seen, or where a state is handed on from token to token. Nine tokens, (9, d),
-    tell.
+    It does not where attention bypasses transformers' interface, has a window or a sink, or where
+    a state is passed on from token to token. Tried on the embeddings of nine tokens, (9, d).
     """
     prefix, rows = embeds[:4], [(4, embeds[4:]), (2, embeds[5:7])]
     laid_out = [PackedRow(len(own), 1, shared=shared) for shared, own in rows]
     try:
-        _, [layers] = packed_logits(prefix, [PackedRow(4, 1)], captures=True)
+        _, [layers] = lm.packed_logits(prefix, [PackedRow(4, 1)], captures=True)
         known = [Prefix(torch.arange(4), layers)]
-        packed, _ = packed_logits(torch.cat([own for _, own in rows]), laid_out, known)
+        packed, _ = lm.packed_logits(torch.cat([own for _, own in rows]), laid_out, known)
     except (NotImplementedError, TypeError, ValueError, RuntimeError, AttributeError):
         return False
     wholes = [torch.cat([prefix[:shared], own]) for shared, own in rows]
-    plain = torch.cat([last_logits(whole[None], 1)[0] for whole in wholes])
+    plain = torch.cat([lm.last_logits(whole[None], 1)[0] for whole in wholes])
     return bool((packed - plain).abs().max() <= 0.02 * plain.abs().max().clamp_min(1e-6))

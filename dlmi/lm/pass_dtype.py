@@ -1,14 +1,13 @@
-"""The dtype that prompts are searched in, where that is not the dtype they are measured in.
+"""The dtype that prompts are searched in, where it differs from the dtype of measurements.
 
-On some machines the LM is two to three times as fast in bfloat16, on others several times slower:
-so `auto` measures it, once for each machine and LM. A second copy of the LM's weights reads the
+On some machines the LM is two to three times as fast in bfloat16, on others several times slower.
+So `auto` measures it, once for each machine and LM. A second copy of the LM's weights reads the
 prompts of a search; the LM itself measures what is kept.
 """
 
 import contextlib
 import copy
 import json
-import os
 import platform
 import time
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from dlmi.jsonl import read_json_file
+from dlmi.errors import RunStopped
+from dlmi.jsonl import read_json_file, rewrite_lines
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import cache_dir
 from dlmi.lm.memory import free_memory
-from dlmi.lm.placement import kept_bits
+from dlmi.lm.placement import quantized_bits
 
 PassDType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -31,41 +31,34 @@ _ROWS, _LENGTH, _KEPT = 8, 32, 8  # of the pass that is timed
 
 
 def measured_file() -> Path:
-    """Where the answers of measurements on this machine are kept."""
+    """The file of what was measured on this machine."""
     return cache_dir() / "measured.json"
 
 
-def _remember(key: str, value: Any) -> None:
-    """Keep what was measured; a folder that cannot be written is no error."""
-    path = measured_file()
-    kept = {**(read_json_file(path) or {}), key: value}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        scratch.replace(path)
-
-
 def pass_copy(lm: FrozenLM, asked: PassDType | None) -> FrozenLM:
-    """What reads the prompts of a search: the LM, or a copy of it in the dtype that is asked."""
+    """The LM that reads the prompts of a search: `lm`, or a copy of it in another dtype."""
     return in_dtype(lm, choose_dtype(lm, asked))
 
 
 def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
-    """The dtype that prompts are searched in: the one asked for, the fastest, or the LM's own."""
-    if asked is None or not _can_copy(lm):
+    """The dtype of a search: the one asked for, the fastest, or the LM's own."""
+    has_one_dtype = not lm.is_spread and quantized_bits(lm.model.config) is None
+    if asked is None or not has_one_dtype:
         return lm.dtype
     if asked != "auto":
         return getattr(torch, asked)  # type: ignore[no-any-return]
     if lm.dtype != torch.float32 or not _fits(lm, torch.bfloat16):
         return lm.dtype
     key = f"pass_dtype {lm.fingerprint()} {_machine(lm.device)}"
-    known = (read_json_file(measured_file()) or {}).get(key)
+    everything = read_json_file(measured_file()) or {}
+    known: Any = everything.get(key)
     if not isinstance(known, dict) or known.get("dtype") not in ("float32", "bfloat16"):
         own, other = _seconds(lm), _seconds(in_dtype(lm, torch.bfloat16))
         name = "bfloat16" if other < _FASTER * own else "float32"
         known = {"dtype": name, "seconds": {"float32": own, "bfloat16": other}}
-        _remember(key, known)
+        with contextlib.suppress(OSError, RunStopped):  # a folder that cannot be written
+            measured_file().parent.mkdir(parents=True, exist_ok=True)
+            rewrite_lines(measured_file(), [json.dumps({**everything, key: known}, indent=1)])
         rank_zero_info(
             f"The LM's passes run in {name}: one takes {own:.3f} s in float32 and {other:.3f} s in "
             "bfloat16."
@@ -77,7 +70,7 @@ def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
 
 
 def in_dtype(lm: FrozenLM, dtype: torch.dtype) -> FrozenLM:
-    """A copy of an LM whose weights are in another dtype, made once; the LM itself for its own."""
+    """A copy of an LM with weights in another dtype, made once; the LM itself for its own."""
     if dtype == lm.dtype or dtype in lm.copies:
         return lm.copies.get(dtype, lm)
     if not _fits(lm, dtype):
@@ -88,18 +81,13 @@ def in_dtype(lm: FrozenLM, dtype: torch.dtype) -> FrozenLM:
     model = copy.deepcopy(lm.model)
     for parameter in model.parameters():  # not the buffers: positions need float32
         parameter.data = parameter.data.to(dtype)
-    if lm.device.type == "cpu":  # its fused attention is the slower one in 16 bits
+    if lm.device.type == "cpu":  # where fused attention is slower in 16 bits
         model.set_attn_implementation("eager")
     made = FrozenLM(model, lm.tokenizer, lm.name, lm.revision, lm.bos)
     made.rows_per_pass, made.compile_passes = lm.rows_per_pass, lm.compile_passes
-    made.__dict__.update(can_share=lm.can_share, can_pack=lm.can_pack)  # of any dtype
+    made.__dict__.update(can_share=lm.can_share, can_pack=lm.can_pack)  # the same in any dtype
     lm.copies[dtype] = made
     return made
-
-
-def _can_copy(lm: FrozenLM) -> bool:
-    """Whether its weights are numbers of one dtype on one device."""
-    return not lm.is_spread and kept_bits(lm.model.config) is None
 
 
 def _fits(lm: FrozenLM, dtype: torch.dtype) -> bool:
@@ -110,11 +98,10 @@ def _fits(lm: FrozenLM, dtype: torch.dtype) -> bool:
 
 def _seconds(lm: FrozenLM) -> float:
     """The time of a pass and its gradient, the best of a few."""
-    ids = lm.prompt_token_ids[: _ROWS * _LENGTH].to(lm.device)
-    embeds = lm.embed(ids)[None].repeat(1, -(-_ROWS * _LENGTH // len(ids)), 1)
-    embeds = embeds[:, : _ROWS * _LENGTH].view(_ROWS, _LENGTH, -1)
+    ids = lm.prompt_token_ids[torch.arange(_ROWS * _LENGTH) % len(lm.prompt_token_ids)]
+    embeds = lm.embed(ids.view(_ROWS, _LENGTH).to(lm.device))
     times = []
-    for _ in range(4):  # the first is for warming up
+    for _ in range(4):  # the first is a warm-up
         start = time.perf_counter()
         given = embeds.detach().clone().requires_grad_()
         [gradient] = torch.autograd.grad(lm.last_logits(given, _KEPT).sum(), given)
@@ -124,13 +111,13 @@ def _seconds(lm: FrozenLM) -> float:
 
 
 def _machine(device: torch.device) -> str:
-    """What a measurement holds for: the device, and the number of threads."""
+    """The device, number of threads and version that a measurement is valid for."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} torch {torch.__version__}"
     name = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        # Virtual machines give many CPUs one name; what they can do tells them apart.
+        # Virtual machines give many CPUs one name; their flags tell them apart.
         found = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
         name = found.get("model name", name).strip()
         name += "".join(f" {f}" for f in ("avx512_bf16", "amx_bf16") if f in found.get("flags", ""))

@@ -1,7 +1,7 @@
 """Keys and values that are computed once and read by many passes.
 
-What stands before the first learned token, or before the first token that candidates differ in,
-is the same for all rows: its keys and values are made from one row and shared.
+The tokens before the first learned token, or before the first token in which candidates differ, are
+the same for all rows: their keys and values are computed from one row and shared.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,30 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 
 def read_layers(cache: Any) -> Layers | None:
-    """The keys and values in a cache; None where a layer keeps something else than all of them."""
+    """The keys and values in a cache; None unless every layer keeps those of all tokens."""
     layers = getattr(cache, "layers", None)
-    # A sliding window forgets, a recurrent state cannot be cut: such LMs read everything anew.
+    # A sliding window drops tokens and a recurrent state cannot be cut.
     if not layers or any(type(layer) is not DynamicLayer for layer in layers):
         return None
     return [(layer.keys, layer.values) for layer in layers]
 
 
 def make_cache(layers: Layers, length: int, rows: int | None = None) -> Any:
-    """A cache of the first `length` tokens, which a pass may add to; one row may serve many."""
+    """A new cache of the first `length` tokens; `rows` expands a single row."""
     cache = DynamicCache()
-    for index, (keys, values) in enumerate(layers):
-        count = len(keys) if rows is None else rows
-        cache.update(
-            keys[:, :, :length].expand(count, -1, -1, -1),
-            values[:, :, :length].expand(count, -1, -1, -1),
-            index,
-        )
+    for index, layer in enumerate(layers):
+        count = len(layer[0]) if rows is None else rows
+        keys, values = (x[:, :, :length].expand(count, -1, -1, -1) for x in layer)
+        cache.update(keys, values, index)
     return cache
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Fixed tokens before what is learned."""
+    """Fixed tokens before the learned ones."""
 
-    ids: Tensor  # the tokens, (L,)
-    # Their keys and values; None where the LM has no cache that can be shared
-    layers: Layers | None
+    ids: Tensor  # (L,)
+    layers: Layers | None  # their keys and values; None where the LM's cache cannot be shared
 
     @classmethod
     def joined(cls, known: "Prefix | None", ids: Sequence[int], layers: Layers) -> "Prefix":
@@ -64,9 +60,9 @@ class Prefix:
         return len(self.ids)
 
     def shortened(self, length: int) -> "Prefix":
-        """Its first tokens."""
+        """The first `length` tokens; their keys and values are not copied."""
         return Prefix(self.ids[:length], self.layers)
 
     def cache(self, rows: int) -> Any:
-        """A fresh cache for a pass of so many rows, or None."""
+        """A new cache for a pass over `rows` rows, or None."""
         return None if self.layers is None else make_cache(self.layers, len(self.ids), rows)

@@ -1,26 +1,23 @@
-"""The final answer in a text that ends in one, and whether it is the right one.
+"""The final answer in a text, in the form in which answers are compared.
 
-GSM8k writes a rationale, then `#### 42`. What a model writes may have the mark or not: without it
-the last number counts, or the whole text where the answer is no number.
+GSM8k writes a rationale, then `#### 42`. In a text without the mark the last number is the answer,
+or the whole text where the answer is not a number.
 """
 
 import re
+from decimal import Decimal
 
 MARK = "####"
-# A minus behind a digit is one of a sum; commas belong to a number where they group its digits.
+# A minus after a digit is a subtraction; commas belong to a number where they group its digits.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+"
 )
 _AROUND = "$ *\"'`([{)]}"
-_DIGIT_GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_WHOLE_NUMBER = re.compile(r"([+-]?)\$*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
 
 
 def find_answer(text: str, is_number: bool = True) -> str | None:
-    """The final answer of a text, normalised; None where there is none.
-
-    Args:
-        text: With `#### answer`, or an answer that stands last.
-        is_number: Whether a number is looked for; else any text.
+    """The final answer of a text, a number or any text, normalised; None where there is none.
 
     >>> find_answer("3 + 4 = 7 apples, so $1,234.50 in all.")
     '1234.5'
@@ -34,27 +31,22 @@ def find_answer(text: str, is_number: bool = True) -> str | None:
     if not is_number:
         return normalise(rest) or None
     numbers = _NUMBER.findall(rest)
-    # After the mark the answer stands first, whatever is said about it; in a text, last.
+    # After the mark the answer comes first, before any remarks; in a text it comes last.
     return normalise(numbers[0 if has_mark else -1]) if numbers else None
 
 
 def normalise(answer: str) -> str:
-    """An answer as it is compared: numbers without what surrounds them, texts in lower case.
+    """An answer in the form that is compared: bare numbers, texts in lower case.
 
     >>> [normalise(text) for text in ("$1,000.", "7.0", "-0.50", "+3", " Yes.")]
     ['1000', '7', '-0.5', '3', 'yes']
     """
     text = " ".join(answer.split()).casefold().lstrip(_AROUND).rstrip(f"{_AROUND}.,;:!?%")
-    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text.removeprefix("+"))
-    digits = digits.lstrip("$")
-    if _DIGIT_GROUPS.fullmatch(digits):
-        digits = digits.replace(",", "")
-    if not re.fullmatch(r"\d+(?:\.\d*)?|\.\d+", digits):
+    found = _WHOLE_NUMBER.fullmatch(text)
+    if not found:
         return text
-    whole, _, fraction = digits.partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    value = f"{whole}.{fraction}" if fraction else whole
-    return value if value == "0" else sign + value
+    number = Decimal(found[1] + found[2].replace(",", ""))
+    return f"{number.normalize() + 0:f}"  # adding 0 drops the sign of a zero
 
 
 def is_number(answer: str) -> bool:

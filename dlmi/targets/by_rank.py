@@ -38,62 +38,50 @@ def generate_targets(
                 f"Expected `data.targets.k` to hold ranks from 1 to {vocab_size} (the vocabulary "
                 f"of {lm.name}), but got {mean_rank}."
             )
+    barred = set(lm.tokenizer.all_special_ids) - {lm.eos_id} if exclude_special else set()
+    allowed = [i for i in lm.prompt_token_ids.tolist() if i not in barred]
+    allowed_ids = torch.tensor(allowed, device=lm.device)
     jobs = [(mean_rank, sample) for mean_rank in k for sample in range(per_k)]
     noise = np.random.RandomState(seed)
-    # Enough for every target; more is drawn only when stripped targets come out empty.
-    stream = noise.standard_normal(len(jobs) * length)
+    stream = np.empty(0)  # draws that no target has used yet
     targets: list[Target] = []
-    start = 0
     while len(targets) < len(jobs):
         waiting = jobs[len(targets) :]
-        if missing := len(waiting) * length - (len(stream) - start):
-            stream = np.concatenate([stream, noise.standard_normal(max(0, missing))])
-        draws = stream[start : start + len(waiting) * length].reshape(-1, length)
-        ranks = np.array([mean_rank for mean_rank, _ in waiting])[:, None] + sigma * draws
-        ranks = np.clip(np.rint(ranks), 1, vocab_size).astype(int)
-        walks = _walk(lm, ranks, exclude_special)
+        missing = max(0, len(waiting) * length - len(stream))
+        stream = np.concatenate([stream, noise.standard_normal(missing)])
+        draws = stream[: len(waiting) * length].reshape(-1, length)
+        means = np.array([mean_rank for mean_rank, _ in waiting])[:, None]
+        ranks = torch.from_numpy(np.rint(means + sigma * draws)).long().clamp(1, vocab_size)
         # All walks run as one batch, each from its own draws. The first that ends early shifts the
         # stream for those after it, so these are walked again.
-        for job, (ids, probabilities), row in zip(waiting, walks, ranks, strict=True):
+        parts = torch.split(ranks, _WALK_ROWS)
+        walks = [walk for rows in parts for walk in _walk(lm, rows, allowed_ids)]
+        for (mean_rank, sample), (ids, probs), row in zip(waiting, walks, ranks, strict=True):
             used = ids.index(lm.eos_id) + 1 if lm.eos_id in ids else length
-            start += used
-            kept = ids[:used]
+            stream = stream[used:]
+            kept = ids[:used] + ids[used - 1 : used] * (length - used)
             if eos == "strip":
                 kept = [i for i in kept if i != lm.eos_id]
-            elif lm.eos_id is not None:
-                kept += [lm.eos_id] * (length - used)
             if kept:
                 found: dict[str, Any] = {
                     "ranks": tuple(row[:used].tolist()),
-                    "probabilities": tuple(probabilities[:used]),
-                    "perplexity": float(np.exp(-np.log(probabilities[:used]).mean())),
+                    "probabilities": tuple(probs[:used]),
+                    "perplexity": float(np.exp(-np.log(probs[:used]).mean())),
                 }
-                target_id = f"k{job[0]}_sample{job[1]}"
-                targets.append(Target.single(target_id, kept, lm.decode(kept), k=job[0], **found))
+                target_id = f"k{mean_rank}_sample{sample}"
+                targets.append(
+                    Target.single(target_id, kept, lm.decode(kept), k=mean_rank, **found)
+                )
             if used < length or not kept:
                 break
     return targets
 
 
-def _walk(
-    lm: FrozenLM, ranks: "np.ndarray[Any, Any]", exclude_special: bool
-) -> list[tuple[list[int], list[float]]]:
-    """Follow given ranks, (R, M), from BoS; rows run in batches with a KV cache."""
-    barred = set(lm.tokenizer.all_special_ids) - {lm.eos_id} if exclude_special else set()
-    allowed = [i for i in lm.prompt_token_ids.tolist() if i not in barred]
-    allowed_ids = torch.tensor(allowed, device=lm.device)
-    rank_index = torch.from_numpy(ranks).to(lm.device).clamp(max=len(allowed)) - 1
-    walks: list[tuple[list[int], list[float]]] = []
-    for rows in torch.split(rank_index, _WALK_ROWS):
-        ids, probabilities = _walk_batch(lm, rows, allowed_ids)
-        walks += zip(ids.tolist(), probabilities.double().tolist(), strict=True)
-    return walks
-
-
 @torch.no_grad()
-def _walk_batch(lm: FrozenLM, rank_index: Tensor, allowed_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and probabilities, (R, M) each, of walks by rank from BoS."""
+def _walk(lm: FrozenLM, ranks: Tensor, allowed_ids: Tensor) -> list[tuple[list[int], list[float]]]:
+    """Ids and probabilities of walks from BoS, each along its own ranks, (R, M)."""
     ids: list[Tensor] = []
+    rank_index = ranks.to(lm.device).clamp(max=len(allowed_ids)) - 1
 
     def token_of_rank(logits: Tensor, step: int) -> Tensor:
         # By logits, and stable: float32 probabilities underflow to ties.
@@ -101,16 +89,17 @@ def _walk_batch(lm: FrozenLM, rank_index: Tensor, allowed_ids: Tensor) -> tuple[
         ids.append(allowed_ids[order.gather(-1, rank_index[:, step : step + 1])])
         return lm.embed(ids[-1])
 
-    length = rank_index.shape[1]
-    bos_embeds = lm.embed(torch.full((len(rank_index), 1), lm.bos_id, device=lm.device))
+    rows, length = ranks.shape
+    bos_embeds = lm.embed(torch.full((rows, 1), lm.bos_id, device=lm.device))
     logits = lm.free_run(bos_embeds, length, token_of_rank)
     token_of_rank(logits[:, -1:], length - 1)  # the last token is chosen but never read
     chosen_ids = torch.cat(ids, dim=1)
-    return chosen_ids, logits.softmax(-1).gather(-1, chosen_ids[..., None]).squeeze(-1)
+    probs = logits.softmax(-1).gather(-1, chosen_ids[..., None]).squeeze(-1)
+    return list(zip(chosen_ids.tolist(), probs.double().tolist(), strict=True))
 
 
 def describe_target(lm: FrozenLM, target: Target) -> Target:
-    """Fill in rank, probability and perplexity, as far as the target lacks them."""
+    """Fill in ranks, probabilities and perplexity if the target has none."""
     if target.probabilities is not None:
         return target
     ids = torch.tensor([target.ids], device=lm.device)

@@ -20,7 +20,7 @@ Split = Literal["train", "test"]
 PACKAGED_QUESTIONS = "sums"
 HUB_MARK = "hub:"
 QUESTION_TEMPLATE = "{question}{slot}"
-TRIGGER = "\\n####"  # what usually follows reasoning; a backslash and n, as options are written
+TRIGGER = "\\n####"  # appended to reasoning; a backslash and n, as options are written
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,8 @@ class Question:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What a template may ask for."""
+        """The fields that a template may ask for."""
         return {"question": self.question, "answer": self.answer, "final": self.final}
-
-    @property
-    def rationale(self) -> str | None:
-        """What leads to it, where there is such a text."""
-        return self.answer.rsplit(MARK, 1)[0].rstrip() if MARK in self.answer else None
 
 
 def load_questions(
@@ -54,43 +49,38 @@ def load_questions(
     Args:
         source: `sums` (the packaged ones), a JSONL file, or `hub:` and the name of a data set of
             the hub with the columns of GSM8k, such as `hub:openai/gsm8k`.
-        split: Which part of them; a file has no parts.
+        split: The part of them to load; ignored for a file.
         limit: Take only the first ones.
-
-    Raises:
-        InputError: If there are none.
     """
-    if source == PACKAGED_QUESTIONS:
-        folder = importlib.resources.files("dlmi.targets") / "data"
-        with importlib.resources.as_file(folder / f"{PACKAGED_QUESTIONS}_{split}.jsonl") as path:
-            questions = read_questions(path)
-    elif source.startswith(HUB_MARK):
-        questions = _read_hub(source.removeprefix(HUB_MARK), split)
-    else:
-        questions = read_questions(Path(source).expanduser())
     if limit is not None and limit < 1:
         raise InputError(f"Expected `limit` to be at least 1, but got {limit}.")
-    return questions[:limit]
+    if source.startswith(HUB_MARK):
+        return _read_hub(source.removeprefix(HUB_MARK), split)[:limit]
+    if source != PACKAGED_QUESTIONS:
+        return read_questions(Path(source).expanduser())[:limit]
+    folder = importlib.resources.files("dlmi.targets") / "data"
+    with importlib.resources.as_file(folder / f"{PACKAGED_QUESTIONS}_{split}.jsonl") as path:
+        return read_questions(path)[:limit]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a JSONL file, in GSM8k's own format."""
+    """All questions of a JSONL file."""
+    questions = []
     try:
-        found = list(read_objects(path, _checked))
+        for number, question in read_objects(path, _checked):
+            if isinstance(question, InputError):
+                raise InputError(
+                    f"Expected {path}, line {number}, to be a question with its answer, but "
+                    f"{question}."
+                )
+            questions.append(question)
     except OSError as error:
         raise InputError(
             f"Expected the questions to be `{PACKAGED_QUESTIONS}`, a JSONL file or "
             f"`{HUB_MARK}NAME`, but got {path} ({error.strerror})."
         ) from error
-    if not found:
+    if not questions:
         raise InputError(f"Expected {path} to hold questions with answers, but it is empty.")
-    questions = []
-    for number, question in found:
-        if isinstance(question, InputError):
-            raise InputError(
-                f"Expected {path}, line {number}, to be a question with its answer, but {question}."
-            )
-        questions.append(question)
     return questions
 
 
@@ -100,12 +90,11 @@ def _checked(row: Mapping[str, Any]) -> Question:
         raise InputError("`question` is empty")
     if not question.final:
         raise InputError("`answer` has no final answer")
-    # A space at its end would go to the first token after it.
+    # A space at its end would become part of the first token after it.
     return replace(question, question=question.question.rstrip())
 
 
 def _read_hub(name: str, split: Split) -> list[Question]:
-    """A data set of the hub; only ever called for a name that the user gave."""
     if importlib.util.find_spec("datasets") is None:
         raise InputError(
             f"Expected the package `datasets` to read {name!r} from the hub, but it is not "
@@ -117,7 +106,7 @@ def _read_hub(name: str, split: Split) -> list[Question]:
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, "main", split=split)
         return [_checked(row) for row in rows]
-    except Exception as error:  # no network, no such name, other columns: whatever it comes up with
+    except Exception as error:  # no network, no such name, other columns, ...
         raise InputError(
             f"Expected `{HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
             f"`answer` in each row, but {first_line(error)}. A JSONL file needs no network."

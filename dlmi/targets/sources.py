@@ -1,12 +1,13 @@
 """Where targets come from: one class for each source, with its own arguments only."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dlmi.errors import InputError, check_at_least_one
+from dlmi.errors import InputError, check_at_least_one, check_between
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.targets.by_rank import generate_targets
 from dlmi.targets.files import read_targets, texts_to_targets
@@ -28,7 +29,7 @@ class TargetSource(ABC):
 
     @abstractmethod
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
-        """What the LM is to say, in a template if there is one."""
+        """The targets, in a template if there is one."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,11 @@ class ByRank(TargetSource):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_at_least_one("data.targets", per_k=self.per_k, length=self.length)
+        check_between("data.targets", 0, math.inf, sigma=self.sigma)
         if not self.k:
             raise InputError(
-                "Expected `data.targets.k` to hold at least one rank, but got an empty list."
-            )
-        if not self.sigma >= 0:
-            raise InputError(
-                f"Expected `data.targets.sigma` to be at least 0, but got {self.sigma}."
+                "Expected `data.targets.k` to hold at least one rank, but it is empty."
             )
 
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
@@ -80,14 +77,14 @@ class File(TargetSource):
     """Targets of a file.
 
     Args:
-        path: JSONL with `ids` or `text` in each line, or plain text, a target a line. In a line of
-            JSONL `template` and `chat` go before those of `data`; other names are fields of it.
+        path: JSONL with `ids` or `text` in each line, or plain text, a target a line. `template`
+            and `chat` in a line of JSONL override those of `data`; other names are its fields.
     """
 
     path: str
 
     def check_template(self, template: Template | None) -> None:
-        """Any will do: each line has its fields."""
+        """Accept any template: each line is checked for its fields."""
 
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
         """A target for each line."""
@@ -99,18 +96,15 @@ class Texts(TargetSource):
     """Targets as literal texts.
 
     Args:
-        texts: What the LM is to say, a target each; also as what a line of File would hold, such as
+        texts: What the LM is to say, a target each; also in the form of a line of File, such as
             {text: "Yes.", chat: true}.
     """
 
     texts: list[str | dict[str, Any]]
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not self.texts:
-            raise InputError(
-                "Expected `data.targets.texts` to hold at least one text, but it is empty."
-            )
+            raise InputError("Expected `data.targets.texts` to hold a text, but it is empty.")
 
     def targets(self, lm: FrozenLM, template: Template | None) -> list[Target]:
         """A target for each text."""
@@ -123,16 +117,15 @@ class Questions(TargetSource):
     """Questions with answers: the LM is to answer each, after `data.template` with `{question}`.
 
     Args:
-        source: `sums` (those of the package), a JSONL file as of GSM8k, or `hub:NAME`; their
-            training part.
+        source: `sums` (in the package), a JSONL file in the format of GSM8k, or `hub:NAME`; the
+            training split of it.
         limit: Take only the first of them; null for all.
         answer: What the LM is to say to a question: a text with `{answer}` (as the file has it,
             with its rationale) or `{final}` (the final answer alone). Unset: "{answer}", and
             " {final}" after the LM's own reasoning.
         reasoning_tokens: Let the LM first write its own reasoning, greedily after the discrete
-            prompt of each step, of so many tokens at most; null for none.
-        trigger: What is appended to the reasoning, before the answer; a backslash and n are a new
-            line.
+            prompt of each step, of at most so many tokens; null for none.
+        trigger: Text between the reasoning and the answer; a backslash and n are a new line.
     """
 
     source: str = PACKAGED_QUESTIONS
@@ -142,13 +135,12 @@ class Questions(TargetSource):
     trigger: str = TRIGGER
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        tokens = self.reasoning_tokens
-        check_at_least_one("data.targets", limit=self.limit, reasoning_tokens=tokens)
+        counts = {"limit": self.limit, "reasoning_tokens": self.reasoning_tokens}
+        check_at_least_one("data.targets", **counts)
         self._answer()
 
     def check_template(self, template: Template | None) -> None:
-        """It must hold the question."""
+        """Raise `InputError` for a template without the question."""
         if template is None or "question" not in template.fields:
             raise InputError(
                 "Expected `data.template` with `{question}` and `{slot}` for `data.targets` "
@@ -167,11 +159,7 @@ class Questions(TargetSource):
             if self.reasoning_tokens is not None:
                 filled = filled.with_reasoning(lm, self.reasoning_tokens, trigger)
             text = answer.text_of(question.fields, where)
-            ids = filled.continuation_ids(lm, text, where)
-            if not ids:
-                raise InputError(
-                    f"Expected the answer to {where} to have tokens, but got {text!r}."
-                )
+            ids = filled.continuation_ids(lm, text, f"the answer to {where}")
             targets.append(Target.single(f"question_{number}", ids, text, filled.context))
         return targets
 
@@ -188,7 +176,7 @@ class Sharing:
     Args:
         per_step: Examples that each step reads.
         evaluated: Examples (the first ones) that each evaluation decodes; null for all.
-        held_out: A file, as of `data.targets` File, of examples that only the final prompt is
+        held_out: A file of examples, as for `data.targets` File, that only the final prompt is
             tried on; null for none.
     """
 
@@ -197,19 +185,17 @@ class Sharing:
     held_out: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_at_least_one("data.share", per_step=self.per_step, evaluated=self.evaluated)
 
     def target(self, lm: FrozenLM, targets: Sequence[Target], template: Template | None) -> Target:
-        """All targets as one; the template is that of the examples that are held out."""
+        """All targets as one; `template` is for the held-out examples."""
         held_out: list[Target] = []
         if self.held_out is not None:
             if any(target.reasons for target in targets):
                 raise InputError(
                     "Expected `data.share.held_out` to be unset with "
-                    f"`data.targets.reasoning_tokens`, but got {self.held_out!r}, whose lines are "
-                    "said without reasoning. `python -m dlmi score` asks questions that were held "
-                    "out."
+                    f"`data.targets.reasoning_tokens`, but got {self.held_out!r}, which has no "
+                    "reasoning. Use `python -m dlmi score` for held-out questions."
                 )
             path = Path(self.held_out).expanduser()
             held_out = read_targets(lm, path, template, "data.share.held_out")

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
-from dlmi.errors import InputError
 from dlmi.jsonl import build
 from dlmi.old_rows import EXAMPLES, each, with_context
 from dlmi.targets.context import NO_CONTEXT, Context, Example, common_beginning
@@ -17,42 +18,30 @@ from dlmi.targets.seeds import hash_seed
 
 SHARED_ID = "shared"
 
+_AtLeastOne = Annotated[int, Meta(ge=1)]
+
 
 @dataclass(frozen=True)
 class Target:
     """One example, or many that share one prompt."""
 
     id: str  # unique within a run; also seeds the noise of its inversion
-    examples: tuple[Example, ...]  # what steps learn from; at least one
-    k: int | None = None  # difficulty: the mean rank it was generated with, or None
-    # The rank drawn for each token by Algorithm 2; tokens padded after EoS have none
-    ranks: tuple[int, ...] | None = None
-    # What the LM gives each of those tokens after BoS and the ones before it
+    examples: Annotated[tuple[Example, ...], Meta(min_length=1)]  # what steps learn from
+    k: int | None = None  # difficulty: the mean rank it was generated with
+    ranks: tuple[int, ...] | None = None  # drawn for each token by Algorithm 2, up to EoS
+    # What the LM gives each of those tokens after BoS and the tokens before it
     probabilities: tuple[float, ...] | None = None
     perplexity: float | None = None  # of those tokens after BoS
-    # Of a shared prompt, how many of the examples each step reads; else None
-    per_step: int | None = None
-    # How many of them, the first ones, an evaluation reads; None for all
-    evaluated: int | None = None
+    per_step: _AtLeastOne | None = None  # of a shared prompt: how many examples each step reads
+    evaluated: _AtLeastOne | None = None  # how many examples, the first ones, an evaluation reads
     held_out: tuple[Example, ...] = ()  # examples that only the final prompt is tried on
-    # Targets of one group are tries at one task: when one is solved, the others leave
-    group: str | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what is no target: files may hold anything."""
-        for name, count in (
-            ("examples", len(self.examples)),
-            ("per_step", self.per_step),
-            ("evaluated", self.evaluated),
-        ):
-            if count is not None and count < 1:
-                raise InputError(f"Expected `{name}` of a target to be at least 1, but got {count}")
+    group: str | None = None  # when one target of a group is solved, the others are stopped
 
     @classmethod
     def single(
         cls, id: str, ids: Sequence[int], text: str, context: Context = NO_CONTEXT, **fields: Any
     ) -> "Target":
-        """A target of one example, which has its name; `fields` are `k`, `ranks` and others."""
+        """A target of one example with the same id; `fields` are `k`, `ranks` and others."""
         return cls(id, (Example(id, tuple(ids), text, context),), **fields)
 
     @functools.cached_property
@@ -82,13 +71,8 @@ class Target:
 
     @functools.cached_property
     def reasons(self) -> bool:
-        """Whether the LM writes reasoning of its own before it is to say anything."""
+        """Whether the LM writes reasoning of its own before the target."""
         return any(example.context.reasoning is not None for example in self.all_examples)
-
-    @functools.cached_property
-    def ids_to_say(self) -> tuple[int, ...]:
-        """All token ids that steps teach the LM to say."""
-        return tuple(token_id for example in self.examples for token_id in example.ids)
 
     def longest_row(self, prompt_length: int) -> int:
         """Tokens of the start, context, prompt and target, where that is longest."""
@@ -97,18 +81,16 @@ class Target:
         )
 
     def minibatch(self, step: int, key: int) -> tuple[Example, ...]:
-        """The examples that a step reads: `per_step` of those that share the prompt.
-
-        They depend on the number of steps before it and on the key (the seed of the target's own
-        noise) alone. All examples have their turn before any has its next, each round in an order
-        of its own.
-        """
+        """The examples that a step reads; `key` seeds the order of each round through all."""
         if self.per_step is None:
             return self.examples
         size = len(self.examples)
         count = min(self.per_step, size)
         turns = [divmod(step * count + i, size) for i in range(count)]
-        orders = {number: _order_of_round(number, size, key) for number, _ in turns}
+        orders = {}
+        for number in {number for number, _ in turns}:
+            rng = torch.Generator().manual_seed(hash_seed(f"{key}/round {number} of examples"))
+            orders[number] = torch.randperm(size, generator=rng).tolist()
         return tuple(self.examples[orders[number][place]] for number, place in turns)
 
     def with_contexts(self, change: Callable[[Context], Context]) -> "Target":
@@ -122,10 +104,7 @@ class Target:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; `from_json` gives the same target back.
-
-        A target of one example is laid out flat: its `ids`, `text` and, if it has one, `context`.
-        """
+        """A plain dictionary; that of a single example has its `ids`, `text` and `context`."""
         row = dataclasses.asdict(self)
         [first, *others] = row.pop("examples")
         rest = {name: row.pop(name) for name in ("per_step", "evaluated", "held_out", "group")}
@@ -137,20 +116,14 @@ class Target:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Target":
-        """The inverse of `to_json`; `InputError` where a value is of another type."""
+        """The inverse of `to_json`; raises `InputError` where a value has the wrong type."""
         return build(cls, _with_examples(row))
 
 
-def _order_of_round(number: int, size: int, key: int) -> list[int]:
-    seed = hash_seed(f"{key}/round {number} of examples")
-    order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-    return order
-
-
 def _with_examples(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as `Target` has its fields; also rows of versions that said `frame` and `shared`."""
+    """A row with the fields of `Target`; older versions wrote `frame` and `shared`."""
     shared = row.get("shared")
-    if isinstance(shared, dict):  # `examples` were those that are evaluated
+    if isinstance(shared, dict):  # here `examples` are those that are evaluated
         seen, pool = row.get("examples") or [], shared.get("pool") or []
         row = {**row, **shared, "examples": pool, "evaluated": len(seen) or None}
     elif "examples" not in row:
@@ -164,12 +137,9 @@ def _with_examples(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(examples: Sequence[Example], output_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """Concatenated outputs apart again, one tuple for each example."""
-    parts, start = [], 0
-    for example in examples:
-        parts.append(tuple(output_ids[start : start + len(example.ids)]))
-        start += len(example.ids)
-    return parts
+    """Concatenated outputs split into one tuple for each example."""
+    ids = iter(output_ids)
+    return [tuple(itertools.islice(ids, len(example.ids))) for example in examples]
 
 
 def share_prompt(
@@ -178,7 +148,7 @@ def share_prompt(
     evaluated: int | None = None,
     held_out: Sequence[Target] = (),
 ) -> Target:
-    """One target of many: a prompt is learned that is to work for all of them; see `Target`."""
+    """One target whose prompt is to work for the examples of many; see `Target`."""
     return Target(
         SHARED_ID,
         tuple(example for target in targets for example in target.examples),
@@ -189,36 +159,31 @@ def share_prompt(
 
 
 def with_start_ids(targets: Sequence[Target], start_ids: Sequence[int]) -> list[Target]:
-    """The targets with ids (BoS, or none) that are read before everything."""
+    """The targets with `start_ids` (BoS, or none) in every context."""
     start = tuple(start_ids)
     return [t.with_contexts(lambda c: dataclasses.replace(c, start_ids=start)) for t in targets]
 
 
 def share_prefix(targets: Sequence[Target]) -> list[Target]:
-    """The targets of a run, with what all their contexts begin with marked to be read once."""
+    """The targets of a run, with the beginning that all contexts share marked `read_once`."""
     firsts = [example.context.pieces[0] for target in targets for example in target.all_examples]
     count = len(common_beginning(firsts))
     return [t.with_contexts(lambda c: dataclasses.replace(c, read_once=count)) for t in targets]
 
 
 def fingerprint_targets(targets: Iterable[Target]) -> str:
-    """A short hash over the ids of the targets, their tokens and contexts: tells sets apart."""
-    targets = list(targets)
-    lines = [
-        ":".join([target.id, *(_content(example) for example in target.all_examples)])
-        for target in targets
-    ]
-    lines += [
-        f"{len(target.measured)} of {len(target.examples)}, {target.per_step} a step"
-        for target in targets
-        if target.is_shared
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    """A short hash over the ids, tokens and contexts of the targets."""
+    lines, of_shared = [], []
+    for target in targets:
+        lines.append(":".join([target.id, *map(_content, target.all_examples)]))
+        if target.is_shared:
+            counts = f"{len(target.measured)} of {len(target.examples)}"
+            of_shared.append(f"{counts}, {target.per_step} a step")
+    return hashlib.sha256("\n".join(lines + of_shared).encode()).hexdigest()[:16]
 
 
 def _content(example: Example) -> str:
     context = example.context
     around = (context.pieces, context.blank_lengths)
     is_alone = around == (NO_CONTEXT.pieces, NO_CONTEXT.blank_lengths)
-    reasoning = "" if context.reasoning is None else str(context.reasoning)
-    return f"{example.ids}{'' if is_alone else around}{reasoning}"
+    return f"{example.ids}{'' if is_alone else around}{context.reasoning or ''}"

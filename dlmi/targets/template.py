@@ -4,15 +4,15 @@
 field of the target's line in the targets file; `{{` and `}}` are braces. All blanks together hold
 `model.prompt_length` tokens: those without a length share what the others leave.
 
-A tokenizer reads a text as a whole, so a piece of a template is tokenised next to what it will
-stand beside, and what cannot keep its tokens there is refused. A space before a blank would go to
-the token after it, so it is left out: the tokens of the prompt bring their own spaces.
+A tokenizer reads a text as a whole, so each piece of a template is tokenised next to a stand-in for
+its neighbour, and a piece whose tokens depend on the neighbour is refused. Spaces before a blank
+are dropped: they would merge with the token after them, and the prompt's tokens bring their own.
 """
 
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +21,13 @@ import msgspec
 
 from dlmi.errors import InputError, first_line
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.targets.context import Context, Reasoning
+from dlmi.targets.context import NO_CONTEXT, Context, Reasoning
 
 Messages = list[dict[str, str]]  # of a chat, each with a role and a content
 
 _BLANK = "slot"
 _MARK = "\ue000\ue001"  # private use characters: stand for a blank while a chat is rendered
-# What may stand before a piece: it is tokenised as it would be after a token of the prompt.
-_NEIGHBOURS = (" x", "x", ".")
+_NEIGHBOURS = (" x", "x", ".")  # stand for the prompt's last token when a piece is tokenised
 
 
 @dataclass(frozen=True)
@@ -41,28 +40,30 @@ class _Message:
 class FilledTemplate:
     """A template with its fields filled in."""
 
-    context: Context  # its tokens
-    tail: str  # the text after the last blank, or the trigger that comes after everything
-    neighbour: str  # what may stand before that and leaves its tokens alone
-    setting: str  # what the tail was made from, as errors call it
+    context: Context = NO_CONTEXT
+    tail: str = ""  # the last text before the target: after the last blank, or the trigger
+    neighbour: str = ""  # a text before the tail that leaves its tokens alone
+    setting: str = "`data.template`"  # where the tail comes from, for messages
 
     def with_reasoning(self, lm: FrozenLM, max_tokens: int, trigger: str) -> "FilledTemplate":
-        """The same where the LM first writes reasoning, and the trigger is appended to that."""
+        """The template followed by the LM's own reasoning and the trigger."""
         reasoning = Reasoning(max_tokens, trigger, tuple(lm.encode(trigger)))
         context = replace(self.context, reasoning=reasoning)
-        return FilledTemplate(context, trigger, "", "`data.targets.trigger`")
+        return FilledTemplate(context, trigger, setting="`data.targets.trigger`")
 
     def continuation_ids(self, lm: FrozenLM, text: str, where: str) -> tuple[int, ...]:
-        """Ids of a text that follows the template, as the tokenizer reads them there."""
-        if not self.tail:
-            return tuple(lm.encode(text))
-        ids = _ids_after(lm, self.neighbour + self.tail, text)
+        """Ids of a target's text as the tokenizer reads it after the template."""
+        ids = _ids_after(lm, self.neighbour + self.tail, text) if self.tail else lm.encode(text)
         if ids is None:
             raise InputError(
                 f"Expected the end of {self.setting} and {where} to keep their tokens side by "
                 f"side, but {self.tail[-12:]!r} and {text[:12]!r} are read as other tokens "
                 "together. Move a space or a new line from the end of the former to the start "
                 "of the target, or give the target as `ids`."
+            )
+        if not ids or not text.strip():
+            raise InputError(
+                f"Expected {where} to be a text of at least one token, but got {text!r}."
             )
         return tuple(ids)
 
@@ -72,14 +73,14 @@ class Template:
 
     Args:
         text: The template: a text, or messages with a role and a content, also as JSON.
-        chat: Whether a text is the user's message of a chat. Around messages stands what the
-            tokenizer's own chat template writes, up to where the assistant begins or, where the
-            last message is the assistant's, up to its end.
-        blanks: Whether it has blanks; else only fields.
-        setting: What it was given as, as errors call it.
+        chat: Whether a text is the user's message of a chat. Messages are rendered with the
+            tokenizer's chat template, up to the start of the assistant's reply or, where the last
+            message is the assistant's, up to its end.
+        blanks: Whether it must have blanks; else it may only have fields.
+        setting: Where it comes from, for messages.
 
     Attributes:
-        text: As it was given, messages as JSON.
+        text: The template as given, messages as JSON.
         fields: Names that each target must have.
         blank_lengths: Tokens of each blank, 0 for those without a length.
     """
@@ -96,41 +97,39 @@ class Template:
         self.chat = chat or messages is not None
         self._setting = setting
         messages = messages or [_Message("user", self.text)]
-        self._turns = [(m.role, list(_parse(m.content, setting))) for m in messages]
-        parts = [part for _, content in self._turns for part in content]
-        self.fields = [value for kind, value in parts if kind == "field"]
-        self.blank_lengths = tuple(int(value) for kind, value in parts if kind == _BLANK)
-        if blanks and not self.blank_lengths:
-            raise InputError(
-                f"Expected {setting} to have at least one `{{slot}}` for the tokens of the "
-                f"prompt, but got {self.text!r}."
+        parsed = [_parse(message.content, setting) for message in messages]
+        self._roles = [message.role for message in messages]
+        self._formats = [format_string for format_string, _, _ in parsed]
+        self.fields = [name for _, names, _ in parsed for name in names]
+        self.blank_lengths = tuple(length for _, _, lengths in parsed for length in lengths)
+        if blanks != bool(self.blank_lengths):
+            wanted = (
+                "at least one `{slot}` for the tokens of the prompt" if blanks else "no `{slot}`"
             )
-        if self.blank_lengths and not blanks:
-            raise InputError(f"Expected {setting} to have no `{{slot}}`, but got {self.text!r}.")
+            raise InputError(f"Expected {setting} to have {wanted}, but got {self.text!r}.")
 
     def text_of(self, values: Mapping[str, Any], where: str) -> str:
         """The text with its fields filled in, and a mark for each blank."""
-        return self._filled(self._turns[0][1], values, where)
+        return self._filled(values, where)[0]
 
     def fill(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> FilledTemplate:
-        """The template with the fields of one target; `where` is how errors call that."""
+        """The template with the fields of one target, which messages call `where`."""
         *before, tail = self._texts(lm, values, where)
         first, *others = [self._before_blank(lm, piece) for piece in before]
-        pieces, neighbour = [lm.encode(first)], ""
+        pieces, neighbour = [tuple(lm.encode(first))], ""
         for piece in (*others, tail):
             neighbour, ids = self._after_token(lm, piece)
-            pieces.append(ids)
-        ids_of = tuple(map(tuple, pieces))
-        context = Context(ids_of, self.blank_lengths, template=self.text, chat=self.chat)
+            pieces.append(tuple(ids))
+        context = Context(tuple(pieces), self.blank_lengths, template=self.text, chat=self.chat)
         return FilledTemplate(context, tail, neighbour, self._setting)
 
     def ids(
         self, lm: FrozenLM, values: Mapping[str, Any], prompt: str | Sequence[int], where: str
     ) -> list[int]:
-        """The template with a prompt in its blanks, as the LM reads it.
+        """Ids of the template with a prompt in its blanks.
 
-        A prompt of ids goes in as those ids. A prompt of text, which needs a template of one blank,
-        is written into the text, and the whole is tokenised, as for someone who pastes it.
+        A prompt of ids keeps them. A prompt of text, for a template of one blank, is tokenised
+        together with the text around it.
         """
         if not isinstance(prompt, str):
             return list(self.fill(lm, values, where).context.text_ids(prompt))
@@ -152,24 +151,15 @@ class Template:
             )
         return texts
 
-    def _filled(
-        self, parts: Sequence[tuple[str, str]], values: Mapping[str, Any], where: str
-    ) -> str:
-        texts = []
-        for kind, part in parts:
-            filled = self._value(part, values, where) if kind == "field" else part
-            texts.append(_MARK if kind == _BLANK else filled)
-        return "".join(texts)
-
-    def _value(self, name: str, values: Mapping[str, Any], where: str) -> str:
-        value = values.get(name)
-        if not isinstance(value, str | int | float):
-            got = "it is missing" if name not in values else f"got {str(value)[:40]!r}"
-            raise InputError(
-                f"Expected {where} to have a text as `{name}`, which {self._setting} asks for, "
-                f"but {got}. Only lines of a JSONL file of targets have fields."
-            )
-        return str(value)
+    def _filled(self, values: Mapping[str, Any], where: str) -> list[str]:
+        """The texts of all messages."""
+        for name in self.fields:
+            if not isinstance(values.get(name), str | int | float):
+                raise InputError(
+                    f"Expected {where} to have a text as `{name}`, which {self._setting} asks for, "
+                    f"but got {str(values.get(name))[:40]!r}. Only lines of JSONL have fields."
+                )
+        return [format_string.format_map(values) for format_string in self._formats]
 
     def _as_chat(self, lm: FrozenLM, values: Mapping[str, Any], where: str) -> str:
         if getattr(lm.tokenizer, "chat_template", None) is None:
@@ -177,11 +167,9 @@ class Template:
                 "Expected an LM whose tokenizer has a chat template with `chat`, but that of "
                 f"{lm.name} has none. Write the marks of its turns into {self._setting} instead."
             )
-        messages = [
-            {"role": role, "content": self._filled(content, values, where)}
-            for role, content in self._turns
-        ]
-        is_begun = messages[-1]["role"] == "assistant"
+        pairs = zip(self._roles, self._filled(values, where), strict=True)
+        messages = [{"role": role, "content": content} for role, content in pairs]
+        is_begun = self._roles[-1] == "assistant"
         try:
             text: str = lm.tokenizer.apply_chat_template(
                 messages,
@@ -197,34 +185,33 @@ class Template:
         return text
 
     def _after_token(self, lm: FrozenLM, piece: str) -> tuple[str, list[int]]:
-        """A neighbour that stands for a token of the prompt, and the ids of a piece after it."""
+        """A stand-in for a token of the prompt, and the ids of a piece after it."""
         for neighbour in _NEIGHBOURS:
             if (ids := _ids_after(lm, neighbour, piece)) is not None:
                 return neighbour, ids
         raise InputError(
-            f"Expected what follows a slot in {self._setting} to keep its tokens there, but "
-            f"{piece[:20]!r} is read together with whatever stands before it. Start it with a "
-            "space or a new line."
+            f"Expected the text after a slot in {self._setting} to keep its tokens there, but "
+            f"{piece[:20]!r} merges with any token before it. Start it with a space or a new line."
         )
 
     def _before_blank(self, lm: FrozenLM, piece: str) -> str:
-        """A piece without the spaces that the tokenizer would give to the prompt's token."""
+        """A piece without the spaces that would merge with the prompt's token."""
         for text in (piece, piece.rstrip(" ")):
             if not text[-1:].isspace() or _ids_after(lm, text, "x") is not None:
                 return text
         raise InputError(
             f"Expected {self._setting} to have no {piece[-1]!r} before `{{slot}}`, but got "
-            f"{piece[-12:]!r}: in the final text it belongs to the token after it. Leave it out."
+            f"{piece[-12:]!r}: it would merge with the token after it. Leave it out."
         )
 
 
 def find_template(
     text: str | Messages | None, chat: bool, setting: str = "`data.template`"
 ) -> Template | None:
-    """The template that is asked for; a chat without a text is a message of the prompt alone."""
-    if text is None:
-        return Template("{slot}", chat, setting=setting) if chat else None
-    return Template(text, chat, setting=setting)
+    """The template of some settings; a chat without a text is a message of the prompt alone."""
+    if text is None and not chat:
+        return None
+    return Template("{slot}" if text is None else text, chat, setting=setting)
 
 
 def _read_messages(text: str | Messages, setting: str) -> list[_Message] | None:
@@ -232,7 +219,7 @@ def _read_messages(text: str | Messages, setting: str) -> list[_Message] | None:
     try:
         if not isinstance(text, str):
             return msgspec.convert(text or None, list[_Message])
-        # No text begins like this: as a brace of its own it would have to be doubled.
+        # No text can begin like this: a brace of its own would have to be doubled.
         is_json = re.match(r'\s*\[\s*\{\s*"', text)
         return msgspec.json.decode(text, type=list[_Message]) if is_json else None
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -242,22 +229,26 @@ def _read_messages(text: str | Messages, setting: str) -> list[_Message] | None:
         ) from error
 
 
-def _parse(text: str, setting: str) -> Iterator[tuple[str, str]]:
-    """Kind and value of each part: `text`, `field` with its name, `slot` with a length."""
+def _parse(text: str, setting: str) -> tuple[str, list[str], list[int]]:
+    """A format string of the fields, with marks for blanks; names of fields, lengths of blanks."""
+    format_string, names, lengths = "", [], []
     try:
         for literal, name, length, conversion in string.Formatter().parse(text):
-            yield "text", literal
-            if name is None:
-                continue
-            is_length = not length or (name == _BLANK and length.isdecimal() and int(length) > 0)
-            if conversion or not is_length or not re.fullmatch(r"\w+", name):
-                raise ValueError(f"{name!r} is none of these")
-            yield (_BLANK, length or "0") if name == _BLANK else ("field", name)
+            format_string += literal.replace("{", "{{").replace("}", "}}")
+            if name == _BLANK and not conversion and (not length or int(length) > 0):
+                format_string += _MARK
+                lengths.append(int(length or 0))
+            elif name is not None:
+                if length or conversion or not re.fullmatch(r"[^\W\d]\w*", name):
+                    raise ValueError(f"{name!r} is not one of these")
+                format_string += f"{{{name}}}"
+                names.append(name)
     except ValueError as error:
         raise InputError(
             f"Expected {setting} to hold `{{slot}}`, `{{slot:5}}` and `{{field}}`, with `{{{{` "
             f"and `}}}}` for braces, but got {text!r} ({error})."
         ) from error
+    return format_string, names, lengths
 
 
 def _ids_after(lm: FrozenLM, before: str, text: str) -> list[int] | None:

@@ -1,9 +1,10 @@
-"""What the prompt of a target may not hold, because it would repeat the target.
+"""Tokens that the prompt of a target may not hold, because they would repeat the target.
 
-`ids` are the target's own tokens. `words` are all tokens that read like one of them, whatever their
-case and the spaces around them. `stems` are besides all tokens that nearly hold a word of the
-target: of three or more letters, which have a run of letters in common with a word of four or more;
-the run has at least three letters, and at least half of those of the shorter of the two.
+- `ids`: the target's own tokens.
+- `words`: all tokens that equal one of them up to case and surrounding spaces.
+- `stems`: in addition, all tokens that nearly contain a word of the target. A token of three or
+  more letters is near a word of four or more if they share a run of at least three letters that
+  covers at least half of the shorter one.
 """
 
 import re
@@ -22,13 +23,7 @@ _SHORTEST_WORD = 4
 
 
 class Forbidden:
-    """Finds what a target bars.
-
-    Args:
-        lm: Whose tokens they are.
-        token_ids: The tokens that may stand in a prompt at all, by column.
-        kind: What is barred.
-    """
+    """Finds the columns that a target bars; `token_ids` are the tokens of all columns."""
 
     def __init__(self, lm: FrozenLM, token_ids: Sequence[int], kind: ForbiddenTokens) -> None:
         self.kind = kind
@@ -37,11 +32,11 @@ class Forbidden:
         self._by_word: dict[str, list[int]] = defaultdict(list)
         self._by_stem: dict[str, list[int]] = defaultdict(list)
         self._stems_with: dict[str, list[str]] = defaultdict(list)  # by each run of three letters
-        self._near_words: dict[str, set[int]] = {}  # what is known already
+        self._near_words: dict[str, set[int]] = {}  # a cache
         if kind in ("words", "stems"):
             for token_id, column in self._by_id.items():
                 text = lm.decode([token_id])
-                if REPLACEMENT not in text:  # half a character reads like nothing
+                if REPLACEMENT not in text:  # part of a character has no text
                     self._by_word[_word(text)].append(column)
                 for stem in _letters(text) if kind == "stems" else ():
                     self._by_stem[stem].append(column)
@@ -53,7 +48,7 @@ class Forbidden:
         """Columns that the prompt of a target may not use."""
         if self.kind == "none":
             return set()
-        own_ids = set(target.ids_to_say)
+        own_ids = {token_id for example in target.examples for token_id in example.ids}
         barred = {self._by_id[i] for i in own_ids if i in self._by_id}
         if self.kind != "ids":
             words = {_word(self._lm.decode([token_id])) for token_id in own_ids}
@@ -65,7 +60,7 @@ class Forbidden:
         return barred
 
     def _near(self, word: str) -> set[int]:
-        """Columns of the tokens that nearly hold a word."""
+        """Columns of the tokens that nearly contain a word."""
         if len(word) < _SHORTEST_WORD:
             return set()
         if word not in self._near_words:
@@ -85,5 +80,5 @@ def _letters(text: str) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """What a token reads like, whatever its case and spaces."""
+    """The text of a token without case and surrounding spaces."""
     return text.strip().casefold()

@@ -1,8 +1,8 @@
-"""Round trips: prompts whose text encodes to the very ids that were measured.
+"""Round trips: prompts whose text encodes to the ids that were measured.
 
 Tokens that survive decoding and encoding alone may still merge with their neighbours, so a prompt
-is repaired before it is measured. Where its text has other ids of the same number, these are the
-prompt. Else, at the first difference between ids and text, a token is replaced by an alternative.
+is repaired before it is measured. If its text encodes to the same number of ids, these become the
+prompt. Otherwise a token at the first difference between the two is replaced by an alternative.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ _ATTEMPTS = 64  # and a few more for each token of the prompt
 def round_trips(
     lm: FrozenLM, prompts: Sequence[Sequence[int]], context: Context = NO_CONTEXT
 ) -> list[bool]:
-    """Whether the text of each prompt in its context encodes to the same ids again."""
+    """Whether the text of each prompt in its context encodes to the same ids."""
     if not prompts:
         return []
     whole = [list(context.text_ids(ids)) for ids in prompts]
@@ -32,14 +32,10 @@ def repair(
     alternatives: Sequence[Iterable[int]],
     allows: Callable[[int], bool],
 ) -> list[int]:
-    """A prompt changed as little as it takes to round-trip; unchanged where that fails.
+    """A prompt of N ids, changed until it round-trips; unchanged if that fails.
 
-    Args:
-        lm: Whose tokenizer it is.
-        context: What stands around the prompt.
-        ids: The prompt, N ids.
-        alternatives: Token ids to try at each position, in order, N of them.
-        allows: Whether the prompt may hold a token.
+    `alternatives` are the token ids to try at each of the N positions, in order, and `allows` tells
+    whether the prompt may hold a token.
     """
     repaired = list(ids)
     positions = context.positions(len(repaired))

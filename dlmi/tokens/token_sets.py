@@ -1,20 +1,21 @@
-r"""Named sets of tokens, and sets from a file: what `model.allowed_tokens` can be.
+r"""Named sets of tokens, and sets from a file: the values of `model.allowed_tokens`.
 
 ===============  ================================================================================
 name             tokens
 ===============  ================================================================================
-`all`            all that the tokenizer has
-`no_special`     no special tokens (BoS, EoS, chat markers and whatever is flagged as special)
+`all`            all tokens of the tokenizer
+`no_special`     no special tokens (BoS, EoS, chat markers and all that are flagged as special)
 `ascii`          of those, the ones whose text alone is ASCII
-`printable`      of those, the ones whose text alone is printable, with no half of a character in it
-`round_trip`     those whose text alone encodes to that very token
+`printable`      of those, the ones whose text alone is printable, without parts of characters
+`round_trip`     those whose text alone encodes to the same token
 ===============  ================================================================================
 
-A file has one token a line: a number is an id, a line in double quotes is a text as JSON writes it
-(`" the"`, `"\n"`, `"7"`), any other line is a text as it stands. A text stands for every token that
-reads so when it is decoded alone; empty lines are skipped.
+A file has one token a line: a number is an id, a line in double quotes is a JSON string (`" the"`,
+`"\n"`, `"7"`), any other line is a literal text. A text selects every token that decodes to it.
+Empty lines are skipped.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +27,7 @@ from dlmi.lm.frozen_lm import FrozenLM
 TokenSetName = Literal["all", "no_special", "ascii", "printable", "round_trip"]
 AllowedTokens = TokenSetName | str  # or a file
 
-_LONGEST_ID = 18  # digits; Python refuses to read thousands of them
-REPLACEMENT = "\ufffd"  # what bytes that are no whole character decode to
+REPLACEMENT = "\ufffd"  # the text of bytes that are not a whole character
 
 
 def check_allowed_tokens(allowed_tokens: AllowedTokens) -> None:
@@ -40,14 +40,8 @@ def check_allowed_tokens(allowed_tokens: AllowedTokens) -> None:
         )
 
 
-def special_ids(lm: FrozenLM) -> set[int]:
-    """Special tokens: those with a role, and those that were added as special."""
-    added = lm.tokenizer.added_tokens_decoder.items()
-    return {*lm.tokenizer.all_special_ids, *(i for i, token in added if token.special)}
-
-
 def select_tokens(lm: FrozenLM, ids: Sequence[int], allowed: AllowedTokens) -> list[int]:
-    """Those of an LM's ids that are in a set, which is a name or a file."""
+    """The ids of an LM that are in a set, given by its name or as a file."""
     if allowed == "all":
         return list(ids)
     texts = [lm.decode([token_id]) for token_id in ids]
@@ -57,8 +51,10 @@ def select_tokens(lm: FrozenLM, ids: Sequence[int], allowed: AllowedTokens) -> l
     if allowed not in get_args(TokenSetName):
         chosen = _read_tokens(lm, Path(allowed), dict(zip(ids, texts, strict=True)))
         return [i for i in ids if i in chosen]
-    barred, belongs = special_ids(lm), _BY_TEXT[allowed]
-    return [i for i, text in zip(ids, texts, strict=True) if i not in barred and belongs(text)]
+    added = lm.tokenizer.added_tokens_decoder.items()
+    special = {*lm.tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    belongs = _BY_TEXT[allowed]
+    return [i for i, text in zip(ids, texts, strict=True) if i not in special and belongs(text)]
 
 
 _BY_TEXT: dict[str, Callable[[str], bool]] = {
@@ -73,6 +69,7 @@ def _read_tokens(lm: FrozenLM, path: Path, texts: dict[int, str]) -> set[int]:
     by_text: dict[str, list[int]] = {}
     for token_id, text in texts.items():
         by_text.setdefault(text, []).append(token_id)
+    by_id = {str(token_id): [token_id] for token_id in texts}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,22 +81,15 @@ def _read_tokens(lm: FrozenLM, path: Path, texts: dict[int, str]) -> set[int]:
         line = line.removesuffix("\r")
         if not line:
             continue
-        if line.isdecimal() and len(line) <= _LONGEST_ID:
-            found = [int(line)] if int(line) in texts else []
-        else:
-            found = by_text.get(_unquoted(line), [])
-        if not found:
+        text = line
+        if line.startswith('"'):
+            with contextlib.suppress(ValueError):
+                text = json.loads(line)
+        found = by_id.get(line) if line.isdecimal() else by_text.get(text)
+        if found is None:
             raise InputError(
                 f"Expected {path}, line {number}, to be the id or the text of a token of "
                 f"{lm.name}, but got {line[:80]!r}."
             )
         chosen.update(found)
     return chosen
-
-
-def _unquoted(line: str) -> str:
-    try:
-        text = json.loads(line)
-    except (ValueError, RecursionError):  # too deep, or too long a number
-        return line
-    return text if isinstance(text, str) else line

@@ -1,10 +1,9 @@
-"""The tokens that a run's prompts may hold, and what each of them embeds to.
+"""The tokens that a run's prompts may hold, and their embeddings.
 
-A column of Z stands for a token. What no prompt of the run may hold (`model.allowed_tokens`) has no
-column: Z is smaller and a step is faster. What only the prompt of one target may not hold
-(`model.forbid_target_tokens`) keeps its column, as slots share their shapes, and is barred there: a
-logit of -inf has a weight of exactly 0 and gets a gradient of exactly 0, so it stays barred under
-any optimiser.
+A column of Z is a token. Tokens that no prompt of the run may hold (`model.allowed_tokens`) have no
+column, so Z is smaller and a step faster. Tokens that only the prompt of one target may not hold
+(`model.forbid_target_tokens`) keep their columns, as all slots have the same shapes, and are
+barred: a logit of -inf has weight 0 and gradient 0, so it stays barred under any optimiser.
 
 Axes: V tokens a prompt may hold, d width, K barred columns, C prompts, N prompt tokens.
 """
@@ -27,12 +26,9 @@ _PREFERRED, _RANDOM = 16, 48  # alternatives of a position, for a repair
 
 
 def token_sets_of(allowed: AllowedTokens | None, own: Sequence[str]) -> list[AllowedTokens]:
-    """The sets that a prompt's tokens must be in.
+    """The sets that a prompt's tokens must be in: the user's choice and the method's own.
 
-    Args:
-        allowed: The user's choice; None leaves it to the method. An explicit `all` lifts the
-            method's other sets, but not that special tokens are left out.
-        own: The method's sets.
+    An explicit `all` lifts the method's sets, except that special tokens stay excluded.
 
     >>> token_sets_of(None, ("ascii", "printable")), token_sets_of("all", ("ascii", "printable"))
     (['ascii', 'printable'], ['all', 'no_special'])
@@ -45,16 +41,16 @@ def token_sets_of(allowed: AllowedTokens | None, own: Sequence[str]) -> list[All
 
 
 class Vocabulary:
-    """Tokens by column.
+    """The tokens of a run by column.
 
     Args:
-        lm: Whose tokens they are.
+        lm: The LM that they belong to.
         token_sets: Sets that a token must be in, each a name or a file (`dlmi.tokens.token_sets`).
         forbid_target_tokens: What the prompt of a target may not hold (`dlmi.tokens.forbidden`).
 
     Attributes:
         token_ids: The token of each column, ascending, (V,).
-        matrix: What each embeds to, (V, d).
+        matrix: Their embeddings, (V, d).
         must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
     """
 
@@ -91,7 +87,7 @@ class Vocabulary:
         return torch.searchsorted(self.token_ids.to(ids.device), ids.contiguous())
 
     def for_target(self, target: Target, key: int) -> "TargetTokens":
-        """What the prompt of one target may hold; `key` seeds the target's own noise."""
+        """The tokens that the prompt of one target may hold; `key` seeds its repairs."""
         return TargetTokens(self, target, key)
 
     def barred_columns(self, target: Target) -> Tensor:
@@ -100,13 +96,13 @@ class Vocabulary:
         return torch.tensor(barred, dtype=torch.int64, device=self.token_ids.device)
 
     def check_targets(self, targets: Sequence[Target]) -> None:
-        """Raise `InputError` for a target that leaves no token for its prompt."""
+        """Raise `InputError` for a target that bars every token."""
         for target in targets:
             if len(self._forbidden.columns(target)) == len(self):
                 raise InputError(
                     f"Expected target {target.id} to leave at least 1 token for its prompt, but "
                     f"`model.forbid_target_tokens: {self._forbidden.kind}` bars all {len(self)} "
-                    "that `model.allowed_tokens` allows. Allow more tokens."
+                    "of `model.allowed_tokens`. Allow more tokens."
                 )
 
     def fingerprint(self) -> str:
@@ -116,21 +112,16 @@ class Vocabulary:
 
 
 class TargetTokens:
-    """The tokens of a vocabulary that the prompt of one target may hold.
-
-    Args:
-        vocabulary: What the prompts of the run may hold.
-        target: What is to be said.
-        key: Seed of the target's own noise.
-    """
+    """The tokens of a vocabulary that the prompt of one target may hold."""
 
     def __init__(self, vocabulary: Vocabulary, target: Target, key: int) -> None:
         self.lm = vocabulary.lm
         self.vocabulary = vocabulary
         self.target = target
         self.must_round_trip = vocabulary.must_round_trip
+        self.ids, self.columns = vocabulary.ids, vocabulary.columns
         self._key = key
-        # Of many examples the first counts: what stands beside the blanks is mostly the same.
+        # Of many examples the first: the texts around the blanks are mostly the same.
         self._context = target.examples[0].context
 
     @functools.cached_property
@@ -153,14 +144,6 @@ class TargetTokens:
     def _allowed_ids(self) -> frozenset[int]:
         return frozenset(self._allowed_ids_on_host.tolist())
 
-    def ids(self, columns: Tensor) -> Tensor:
-        """Columns to token ids, of any shape."""
-        return self.vocabulary.ids(columns)
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """The inverse of `ids`."""
-        return self.vocabulary.columns(ids)
-
     def allows(self, token_id: int) -> bool:
         """Whether the prompt may hold a token."""
         return token_id in self._allowed_ids
@@ -170,45 +153,39 @@ class TargetTokens:
         return logits.index_fill_(-1, self.barred_columns.to(logits.device), -torch.inf)
 
     def argmax_ids(self, logits: Tensor) -> Tensor:
-        """The allowed ids of largest logits, (N, V) to (N,); repaired where it must round-trip."""
+        """The allowed ids of largest logits, (N, V) to (N,), repaired if they must round-trip."""
         logits = self._barred(logits.detach())
         return self.repaired(self.ids(logits.argmax(-1))[None], logits)[0]
 
     def random_ids(self, count: int, length: int, rng: torch.Generator) -> Tensor:
-        """Prompts of tokens drawn alike from all that are allowed, (C, N), on the CPU."""
+        """Prompts of tokens drawn uniformly from those that are allowed, (C, N), on the CPU."""
         allowed_ids = self._allowed_ids_on_host
         return allowed_ids[torch.randint(len(allowed_ids), (count, length), generator=rng)]
 
     def round_trips(self, ids: Sequence[int]) -> bool:
-        """Whether the text of a prompt, in its context, encodes to the same ids again."""
+        """Whether the text of a prompt in its context encodes to the same ids."""
         return all(round_trips(self.lm, [ids], self._context))
 
     def surviving(self, ids: Tensor) -> Tensor:
-        """The prompts that round-trip, (C, N) to (C', N); there may be none.
-
-        All are looked at in one call of the tokenizer.
-        """
+        """The prompts that round-trip, (C, N) to (C', N), found in one call of the tokenizer."""
         keep = round_trips(self.lm, ids.tolist(), self._context)
         return ids[torch.tensor(keep, dtype=torch.bool, device=ids.device)]
 
     def repaired(self, ids: Tensor, preferences: Tensor | None = None) -> Tensor:
-        """Prompts, (C, N), each changed as little as it takes to round-trip, where they must.
+        """Prompts, (C, N), each changed until it round-trips, where that is a must.
 
-        One that cannot be repaired stays as it is. A prompt is always repaired in the same way.
-
-        Args:
-            ids: The prompts.
-            preferences: Logits of the tokens at each position, (N, V): the likeliest are tried
-                first. By default only random tokens are tried.
+        A prompt that cannot be repaired stays as it is. Repairs are deterministic. `preferences`
+        are logits of the tokens at each position, (N, V), whose largest are tried before random
+        tokens.
         """
         if not self.must_round_trip:
             return ids
         rows: list[list[int]] = ids.tolist()
         survive = round_trips(self.lm, rows, self._context)
-        broken = [number for number, row in enumerate(rows) if not survive[number]]
-        alternatives = self._alternatives(ids.shape[1], preferences) if broken else []
-        for number in broken:
-            rows[number] = repair(self.lm, self._context, rows[number], alternatives, self.allows)
+        alternatives = [] if all(survive) else self._alternatives(ids.shape[1], preferences)
+        for number, row in enumerate(rows):
+            if not survive[number]:
+                rows[number] = repair(self.lm, self._context, row, alternatives, self.allows)
         return ids.new_tensor(rows)
 
     def _alternatives(self, length: int, preferences: Tensor | None) -> list[list[int]]:
@@ -224,5 +201,5 @@ class TargetTokens:
         return ids
 
     def _barred(self, logits: Tensor) -> Tensor:
-        """The same as `bar_`, but not in place."""
+        """`bar_`, but not in place."""
         return self.bar_(logits.clone()) if len(self.barred_columns) else logits

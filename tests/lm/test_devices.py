@@ -93,14 +93,16 @@ def test_compiling_a_spread_lm_is_refused(data):
 
 def test_embeddings_must_lie_where_prompts_are_made(model_folder, tiny):
     untied = str(model_folder("llama_untied"))
-    with pytest.raises(InputError, match="keep the embeddings on a device"):
+    with pytest.raises(InputError, match="on cpu, but they are offloaded"):
         load_lm(untied, lm_device_map={"model": "disk", "lm_head": "cpu"})
     with pytest.raises(InputError, match="on cuda:1, but they lie on cpu"):
         check_placed(tiny.model, torch.device("cuda:1"))
 
 
 def test_a_map_that_breaks_a_tie_is_one_line(model_folder):
-    with pytest.raises(InputError, match="load.device_map`.*could not be loaded so") as caught:
+    with pytest.raises(
+        InputError, match="load.device_map`.*could not be loaded with them"
+    ) as caught:
         load_lm(str(model_folder()), lm_device_map={"model": "disk", "lm_head": "cpu"})
     assert "\n" not in str(caught.value)
 

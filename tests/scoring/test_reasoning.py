@@ -13,6 +13,7 @@ from helpers.runs import assert_same
 from helpers.slots import open_slot
 
 from dlmi import InputError, Inverter, Target, TargetDataModule
+from dlmi.jsonl import build
 from dlmi.methods import DLMI, GCG
 from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion, read_rows
@@ -376,8 +377,8 @@ def test_settings_that_do_not_go_together_are_refused(data, two_stages, tmp_path
     share = Sharing(held_out=str(tmp_path / "x.jsonl"))
     with pytest.raises(InputError, match="held_out"):
         data(**{**two_stages, "share": share}).load()
-    with pytest.raises(InputError, match="at least 1 token"):
-        Reasoning(0, "", ())
+    with pytest.raises(InputError, match=">= 1 at `max_tokens`"):
+        build(Reasoning, {"max_tokens": 0, "trigger": "", "trigger_ids": []})
     with pytest.raises(InputError, match=r"end of `data\.targets\.trigger`"):
         data(**changed(two_stages, answer="{final}")).load()  # "w26" and "w4" would be one word
     answers = data(**changed(two_stages, answer=" w2 {final} w3"))

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dlmi import InputError, load_lm
+from dlmi.jsonl import build
 from dlmi.targets.context import Context
 from dlmi.targets.files import read_targets, write_targets
 from dlmi.targets.sources import Texts
@@ -40,9 +41,12 @@ def test_slots_that_cannot_hold_the_prompt_are_refused(lengths, prompt_length):
 
 
 def test_what_is_no_context_is_refused():
-    for options in ({"pieces": ((),)}, {"blank_lengths": (-1,)}, {"read_once": 1}):
+    for options in ({"pieces": ((),)}, {"blank_lengths": ()}, {"read_once": 1}):
         with pytest.raises(InputError, match="context"):
             Context(**options)
+    for name, value in (("blank_lengths", [-1]), ("read_once", -1)):
+        with pytest.raises(InputError, match=f">= 0 at `{name}"):
+            build(Context, {name: value})
 
 
 def test_targets_in_contexts_survive_a_file(tiny, tmp_path):

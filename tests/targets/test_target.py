@@ -54,18 +54,15 @@ def test_a_target_of_many():
     assert SHARED.reasons
     assert [example.id for example in SHARED.all_examples] == ["a", "b", "c"]
     assert (SHARED.ids, SHARED.text) == (A.ids, "A")  # what an evaluation reads
-    assert SHARED.ids_to_say == A.ids + B.ids
     assert split(SHARED.examples, range(6)) == [(0, 1, 2), (3, 4, 5)]
     [started] = with_start_ids([SHARED], [0])
     assert started.longest_row(10) == SHARED.longest_row(10) + 1 == 1 + 10 + 5 + 9 + 1 + 3
 
 
-@pytest.mark.parametrize("field", ["per_step", "evaluated"])
-def test_counts_of_a_target_are_at_least_one(field):
+@pytest.mark.parametrize(("field", "value"), [("per_step", 0), ("evaluated", 0), ("examples", [])])
+def test_counts_of_a_target_are_at_least_one(field, value):
     with pytest.raises(InputError, match=f"`{field}`"):
-        dataclasses.replace(SHARED, **{field: 0})
-    with pytest.raises(InputError, match="`examples`"):
-        Target("t", ())
+        Target.from_json({**SHARED.to_json(), field: value})
 
 
 def test_minibatches_are_those_of_earlier_versions():
