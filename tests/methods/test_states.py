@@ -21,7 +21,7 @@ from dlmi.methods import (
 )
 from dlmi.methods.adc import ADCState
 from dlmi.methods.arca import ARCAState
-from dlmi.methods.autoprompt import AutoPromptState
+from dlmi.methods.candidates import PromptState
 from dlmi.methods.gcg import GCGState
 from dlmi.methods.pgd import PGDState
 from dlmi.methods.random_search import RandomSearchState
@@ -48,7 +48,7 @@ EVALUATION = Evaluation(3, (4, 5), (6, 7), 0.5, 1.25, -0.5, None, 0.25, False, (
 STATES = {
     "gcg": (GCG(), GCGState(IDS)),
     "mac": (MAC(), GCGState(IDS, torch.tensor([[0.5, -1.0]]))),
-    "autoprompt": (AutoPrompt(), AutoPromptState(IDS)),
+    "autoprompt": (AutoPrompt(), PromptState(IDS)),
     "arca": (ARCA(), ARCAState(IDS, IDS + 1, 1.5)),
     "random search": (RandomSearch(), RandomSearchState(IDS, 0.5, 1.5)),
     "pgd": (PGD(), PGDState(IDS, 1.5, 3, torch.ones(2, 3), torch.zeros(2, 3))),
