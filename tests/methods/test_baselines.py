@@ -130,6 +130,7 @@ def test_a_step_of_arca_costs_what_the_lm_reads(tiny, vocabulary):
     method, slot = ARCA(num_candidates=3), open_slot(vocabulary, TARGET, 4)
     engine = Engine(vocabulary)
     begin(method, slot, engine)
+    assert tiny.can_pack  # what finds that out reads tokens too
     for slot.step in range(5):
         account = slot.account(math.inf)
         with counted_calls(tiny) as calls:
