@@ -9,8 +9,6 @@ Hu et al. 2024 (arXiv 2405.09113). After each step of SGD with heavy momentum m,
 entries of each row are kept, and s shrinks as fewer teacher-forced target tokens are wrong: the
 prompt hardens because it works, not on a schedule. Several restarts share one batch. In every step
 the argmax prompt of each is scored.
-
-Axes: R restarts, N prompt tokens, V tokens a prompt may hold.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,11 +30,9 @@ _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
 
 
 def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
-    """Keep the largest entries of each row, made positive, and let them sum to one.
+    """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
 
-    Args:
-        rows: (..., V); -inf bars an entry.
-        counts: How many entries each row keeps, (...).
+    Each row keeps as many as `counts`, (...), says; -inf bars an entry.
     """
     if int(counts.min()) >= rows.shape[-1]:
         positive = _made_positive(rows)
@@ -54,8 +50,7 @@ def _made_positive(entries: Tensor) -> Tensor:
 def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) -> Tensor:
     """Entries that each of N rows keeps so that they are s on average, (N,).
 
-    With a fractional s, random rows get one entry more than the others: that share of them, and
-    at least five, so that the last rows do not harden all at once.
+    With a fractional s, that share of the rows, but at least five, gets one entry more.
     """
     floor = int(sparsity)
     share = sparsity - floor
@@ -80,8 +75,7 @@ class ADC(Relaxation[ADCState]):
 
     Args:
         restarts: Starts optimised side by side for each target.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: SGD's learning rate.
         momentum: SGD's momentum.
         ema_rate: Weight of the newest count of wrong tokens in the sparsity.
@@ -130,13 +124,9 @@ class ADC(Relaxation[ADCState]):
         wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
         average = average + self.ema_rate * (wrong - average)
-        lowest = relaxed.losses.detach().argmin()
-        step = Step(
-            relaxed.losses.sum(),
-            relaxed.output_ids[lowest],
-            value=relaxed.losses.detach()[lowest],
-            found_ids=found_ids,
-        )
+        losses = relaxed.losses.detach()
+        output_ids = relaxed.output_ids[losses.argmin()]
+        step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average)
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ class ARCA(Search[ARCAState]):
     Args:
         num_candidates: Random tokens that the gradient is averaged over, and tokens that are tried
             at a position, b.
-        loss: `cross_entropy`, `margin`, `hinge` or `mellowmax`.
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
     """
 
     num_candidates: int = 32

@@ -25,7 +25,7 @@ class AutoPrompt(Search[PromptState]):
 
     Args:
         topk: Tokens that a step tries at its position.
-        loss: `cross_entropy`, `margin`, `hinge` or `mellowmax`.
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
     """
 
     topk: int = 10

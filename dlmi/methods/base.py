@@ -1,19 +1,20 @@
 """What a method is: a frozen dataclass that holds an equation's symbols and moves one prompt.
 
 It never sees other slots, budgets, costs, devices or files. Where it needs the LM it yields a
-`Pass`; whoever drives it (`scoring.passes.advance`) reads the passes of all slots together.
+`Pass`; `scoring.passes.advance` reads the passes of all slots together.
 
 A `Relaxation` descends: the run owns its tensors (Z, and Phi where temperatures are learned), and
 Lightning's optimiser moves them along the loss that a step returns. A `Search` moves from prompt to
-prompt itself: it has no tensors and no optimiser. What either keeps between steps is its state, a
-dataclass of tensors and numbers.
+prompt itself. What either keeps between steps is its state, a dataclass of tensors and numbers.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -22,7 +23,6 @@ from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.estimators.temperature import row_entropy
 from dlmi.methods.slot import Slot
-from dlmi.methods.states import from_plain
 from dlmi.scoring.passes import Pass, Steps
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
@@ -37,8 +37,7 @@ class Step:
     loss: Tensor  # what is descended on, (), with its graph; a search's has none
     output_ids: Tensor  # what the step's own pass decoded, (M,): for the as-in-code LCS
     value: Tensor | None = None  # the loss to report where `loss` is only its surrogate, ()
-    # A prompt that teacher forcing has just shown to be exact, (N,): decode it now
-    found_ids: Tensor | None = None
+    found_ids: Tensor | None = None  # an exact prompt by teacher forcing, to be decoded, (N,)
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,14 @@ class Defaults:
 
 
 class Method(ABC, Generic[State]):
-    """Moves the prompt of one slot.
+    """Moves the prompt of one slot."""
 
-    Attributes:
-        state_type: The dataclass that it keeps between steps; None if it keeps nothing.
-        reads_embeddings: Whether its passes hold embeddings instead of tokens, for which no penalty
-            on unlikely prompts can be computed.
-        ranges: Intervals of its settings. By default an integer is at least 1 and a float positive.
-        published: What it was published with.
-    """
-
-    state_type: ClassVar[type | None] = None
-    reads_embeddings: ClassVar[bool] = False
+    state_type: ClassVar[type | None] = None  # the dataclass that it keeps between steps, if any
+    reads_embeddings: ClassVar[bool] = False  # its passes hold embeddings, which rules out fluency
+    published: ClassVar[Defaults] = Defaults()  # what it was published with
+    final_samples: int = 0  # prompts that are tried when the budget is spent, C
+    # Intervals of settings; by default an integer is at least 1 and a float is positive
     ranges: ClassVar[Mapping[str, str]] = {}
-    published: ClassVar[Defaults] = Defaults()
 
     def __post_init__(self) -> None:
         """Raise `InputError` for a setting outside of its range."""
@@ -110,7 +103,7 @@ class Method(ABC, Generic[State]):
     @property
     def num_last_prompts(self) -> int:
         """How many more prompts are tried when the budget is spent, C."""
-        return 0
+        return self.final_samples
 
     def last_prompts(self, slot: Slot, state: State) -> Tensor:
         """Those prompts, (C, N); not called where there are none."""
@@ -124,8 +117,8 @@ class Method(ABC, Generic[State]):
         """Raise `InputError` where settings do not fit the tokens or the length of a prompt."""
 
     def restore(self, plain: Any) -> State:
-        """The state that a checkpoint holds as plain values (`states.to_plain`)."""
-        state: State = from_plain(self.state_type, plain)
+        """The state that a checkpoint holds as plain values (`slot.to_plain`)."""
+        state: State = msgspec.convert(copy.deepcopy(plain), self.state_type)
         return state
 
 

@@ -38,7 +38,7 @@ def keep_best(
     tried = yield Pass(candidates, slot.examples, loss, like_ids=x)
     i = int(tried.losses.argmin())
     best, best_loss, output_ids = candidates[i], tried.losses[i], tried.output_ids[i]
-    x_loss = now.losses[0]
+    x_loss = step.loss
     if slot.must_confirm:
         both = torch.stack([x, best])
         measured = yield Pass(both, slot.examples, loss, like_ids=x, is_measured=True)

@@ -46,8 +46,7 @@ class DLMI(Relaxation[None]):
         teacher_forcing: Feed the target's own prefix; else run freely ("DLMI-TF" in the paper).
         next_token_tau: In a free run, read relaxed samples of this temperature as next tokens;
             unset: greedy ones.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate, for Z and Phi alike.
         adam_eps: Adam's epsilon. At tau near 100 the gradients of Z are as small as the default.
     """

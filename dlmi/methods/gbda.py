@@ -38,8 +38,7 @@ class GBDA(Relaxation[None]):
             one-hot rows with the gradient of `straight_through`, `gumbel_rao` or `reinmax`.
         rao_draws: Conditional draws per sample of `gumbel_rao`, K.
         teacher_forcing: Feed the target's own prefix; else run freely.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate.
     """
 
@@ -76,11 +75,6 @@ class GBDA(Relaxation[None]):
         prompt = self.soft_prompt(slot, state)
         scores = yield Pass(prompt, slot.examples, self.loss, self.teacher_forcing)
         return Step(scores.losses.mean(), scores.output_ids[0]), None
-
-    @property
-    def num_last_prompts(self) -> int:
-        """Hard draws at the end."""
-        return self.final_samples
 
     def last_prompts(self, slot: Slot, state: None) -> Tensor:
         """Hard draws from softmax(Z), (C, N)."""

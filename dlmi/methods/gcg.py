@@ -45,8 +45,7 @@ class GCG(Search[GCGState]):
             unless a candidate is better; more: the same, from the best of that many random starts.
         first_prompt: The token "x" over and over (`x`, if it may be used), or `random` tokens.
         filter_ids: Drop candidates whose text does not encode to the same tokens again.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
     """
 
     search_width: int = 512

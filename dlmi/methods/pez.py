@@ -43,8 +43,7 @@ class PEZ(Relaxation[None]):
 
     Args:
         metric: What is near: `cosine` similarity or `euclidean` distance.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: AdamW's learning rate.
         weight_decay: AdamW's weight decay.
     """

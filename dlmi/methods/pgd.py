@@ -12,8 +12,6 @@ when it has not improved for `patience` steps, the rows go back to those of the 
 
 The learning rate is constant at first and then falls along a cosine, again and again. All slots
 share an optimiser but each has its own step count, so a slot scales the optimiser's step itself.
-
-Axes: N prompt tokens, V tokens a prompt may hold.
 """
 
 import math
@@ -48,12 +46,10 @@ def onto_simplex(rows: Tensor) -> Tensor:
 
 
 def harden(rows: Tensor, share: float) -> Tensor:
-    """Push rows of the simplex, (..., V), away from its centre where they are too near.
+    """Push rows of the simplex, (..., V), away from the centre of their non-zero entries.
 
-    Args:
-        rows: On the simplex.
-        share: Of the squared distance between the centre of a row's non-zero entries and a vertex,
-            the row's own squared distance is at least this. 0 changes nothing, 1 leaves vertices.
+    The squared distance from there is at least this share of that of a vertex: 0 changes nothing,
+    1 leaves vertices.
 
     >>> harden(torch.tensor([0.5, 0.3, 0.2]), 0.4)
     tensor([0.7317, 0.2537, 0.0146])
@@ -63,9 +59,8 @@ def harden(rows: Tensor, share: float) -> Tensor:
     away = torch.where(is_used, rows - 1 / count, 0)
     distance = torch.linalg.vector_norm(away, dim=-1, keepdim=True)
     radius = (share * (1 - 1 / count)).sqrt()
-    pushed = torch.where(
-        is_used, rows + away * (radius / distance.clamp_min(1e-12) - 1), -torch.inf
-    )
+    pushed = rows + away * (radius / distance.clamp_min(1e-12) - 1)
+    pushed = torch.where(is_used, pushed, -torch.inf)
     return torch.where(distance < radius, onto_simplex(pushed), rows)
 
 
@@ -85,7 +80,7 @@ class PGD(Relaxation[PGDState]):
     """Projected gradient descent on the simplex.
 
     Args:
-        loss: `cross_entropy`, `margin`, `hinge` or `mellowmax`.
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate.
         clip: Largest norm of the gradient of a position.
         entropy_factor: How hard rows are in the end: 0 leaves them alone, 1 makes them one-hot.

@@ -49,8 +49,7 @@ class REINFORCE(Relaxation[REINFORCEState]):
             (`as_code`).
         ema_decay: Weight of the old average, except in `as_code`.
         teacher_forcing: Feed the target's own prefix; else run freely.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate.
     """
 

@@ -1,5 +1,6 @@
 """A slot: the place in the batch where one target is being inverted."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,7 @@ class Slot:
     """One target in flight. The first attributes are for methods, the others are the run's."""
 
     target: Target  # what is to be said
-    # What this step reads: all examples, or a mini-batch of those that share the prompt, with the
-    # reasoning that the LM wrote
-    examples: tuple[Example, ...]
+    examples: tuple[Example, ...]  # what this step reads, with the reasoning that the LM wrote
     tokens: TargetTokens  # what the target's prompt may hold
     params: Mapping[str, nn.Parameter]  # Z and Phi, this slot's own
     length: int  # tokens of the prompt, N
@@ -48,8 +47,7 @@ class Slot:
     loss: Tensor | None = None  # training loss of the latest step, ()
     output_ids: Tensor | None = None  # what the latest step's pass decoded, (M,)
     trained_on: tuple[Example, ...] = ()  # the examples of that step
-    # A prompt that teacher forcing has shown to be exact, to be decoded
-    found_ids: Tensor | None = None
+    found_ids: Tensor | None = None  # an exact prompt by teacher forcing, to be decoded, (N,)
     reasoned_ids: tuple[int, ...] = ()  # the discrete prompt that the LM reasoned after
     # What it wrote, by the id of the example
     reasoning: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -57,8 +55,7 @@ class Slot:
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     is_spent: bool = False  # whether its next pass did not fit into the budget
     failure: str | None = None  # why it cannot go on, such as a loss that is NaN
-    # Drops the optimiser's moments of the slot's tensors
-    reset_moments: Callable[[], None] = lambda: None
+    reset_moments: Callable[[], None] = lambda: None  # drops the optimiser's moments
 
     # ---- for methods
 
@@ -84,12 +81,11 @@ class Slot:
         """Those of some prompts, (C, N), that round-trip, where they must."""
         return self.tokens.surviving(ids) if self.tokens.must_round_trip else ids
 
-    def draw_normal_(self, name: str, std: float = 1.0) -> nn.Parameter:
+    def draw_normal_(self, name: str, std: float = 1.0) -> Tensor:
         """Fill one of its tensors from N(0, std^2), in place."""
         tensor = self.params[name]
         drawn = torch.empty(tensor.shape, dtype=tensor.dtype).normal_(std=std, generator=self.rng)
-        tensor.copy_(drawn)
-        return tensor
+        return tensor.copy_(drawn)
 
     @property
     def likeliest_ids(self) -> Tensor:
@@ -127,3 +123,10 @@ class Slot:
                 means={name: float(v.float().mean()) for name, v in self.diagnostics.items()},
             )
         )
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, for a checkpoint that loads with `weights_only=True`."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}

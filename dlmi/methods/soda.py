@@ -4,11 +4,10 @@ r"""SODA: Sparse One-hot Discrete Adam.
     p_i = softmax(z_i / 0.05), \quad h_i = p_i E, \quad
     \min_z \frac{1}{M} \sum_j ( \max_v \log q_j(v) - \log q_j(y_j) )
 
-Skapars et al. 2025 (arXiv 2507.01693), for text targets. No noise and no samples: until the first
-restart it is deterministic. Sparsity comes from the low temperature and from the decay of z. Adam
-has no bias correction and its moments are dropped every 50 steps, which kicks z out of where it is
-stuck. The target is teacher-forced. The discrete prompt is checked in every step, which costs one
-more forward pass.
+Skapars et al. 2025 (arXiv 2507.01693), for text targets, teacher-forced. Without noise: it is
+deterministic until its first restart. Sparsity comes from the low temperature and from the decay of
+z. Adam has no bias correction, so z gets a kick whenever its moments are dropped. The discrete
+prompt is checked in every step, which costs one more forward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,12 +49,11 @@ class DecayingAdam(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state or state["age"] == group["reset_every"]:
             state["age"] = 0
             state["first"] = torch.zeros_like(parameter)
             state["second"] = torch.zeros_like(parameter)
-        beta1, beta2 = group["betas"]
         state["age"] += 1
         first = state["first"].lerp_(gradient, 1 - beta1)
         second = state["second"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -69,7 +67,7 @@ class SODA(Relaxation[None]):
 
     Args:
         tau: Temperature of the softmax.
-        loss: `margin` (SODA's own), `cross_entropy`, `hinge` or `mellowmax`.
+        loss: `margin` (0 at the argmax), `cross_entropy`, `hinge` or `mellowmax` (soft maximum).
         lr: Learning rate.
         betas: Decay of Adam's moments.
         adam_eps: Adam's epsilon.
@@ -101,10 +99,9 @@ class SODA(Relaxation[None]):
             slot.reset_moments()
         relaxed = yield Pass(self.soft_prompt(slot, state), slot.examples, self.loss)
         prompt_ids = self.prompt_ids(slot, state)
-        check = yield Pass(prompt_ids[None], slot.examples, self.loss)
-        output_ids = check.output_ids[0]
-        found_ids = prompt_ids if slot.is_wanted(output_ids) else None
-        return Step(relaxed.losses[0], output_ids, found_ids=found_ids), None
+        discrete = yield Pass(prompt_ids[None], slot.examples, self.loss)
+        found_ids = prompt_ids if slot.is_wanted(discrete.output_ids[0]) else None
+        return Step(relaxed.losses[0], discrete.output_ids[0], found_ids=found_ids), None
 
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
         """softmax(Z / tau), without noise."""

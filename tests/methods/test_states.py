@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import msgspec
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ from dlmi.methods.pgd import PGDState
 from dlmi.methods.random_search import RandomSearchState
 from dlmi.methods.refined import RefinedState
 from dlmi.methods.reinforce import REINFORCEState
-from dlmi.methods.states import from_plain, to_plain
+from dlmi.methods.slot import to_plain
 from dlmi.methods.swap_search import Candidate, SwapState
 from dlmi.scoring.evaluation import Evaluation
 
@@ -93,7 +94,7 @@ def test_a_state_survives_a_checkpoint(name):
 
 
 def test_so_does_an_evaluation():
-    assert is_equal(from_plain(Evaluation, saved_and_loaded(to_plain(EVALUATION))), EVALUATION)
+    assert is_equal(msgspec.convert(saved_and_loaded(to_plain(EVALUATION)), Evaluation), EVALUATION)
 
 
 def test_every_type_of_state_is_here():
