@@ -147,7 +147,6 @@ class ADC(Relaxation[ADCState]):
         restart = 0 if state.wrong is None else int(state.wrong.argmin())
         return simplex_prompt(slot, slot.params["Z"][restart])
 
-    @torch.no_grad()
     def diagnostics(self, slot: Slot, state: ADCState) -> dict[str, Tensor]:
         """How many entries of each position's row are not zero, averaged over restarts."""
         return {"nonzero": (slot.params["Z"] > 0).sum(-1).float().mean(0)}

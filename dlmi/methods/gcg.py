@@ -56,6 +56,7 @@ class GCG(Search[GCGState]):
     filter_ids: bool = True
     loss: LossName = "cross_entropy"
 
+    momentum = 0.0  # weight of the gradients of earlier steps: none (MAC has some)
     state_type = GCGState
     published = Defaults(250, eval_every=None, token_sets=("no_special", "ascii", "printable"))
     ranges: ClassVar = {"buffer_size": "[0, inf)"}
@@ -85,17 +86,14 @@ class GCG(Search[GCGState]):
     def step(self, slot: Slot, state: GCGState) -> Steps[tuple[Step, GCGState]]:
         """The gradient at x proposes swaps; the best of them is the next x."""
         x = state.prompt_ids
-        now = yield Pass(x[None], slot.examples, self.loss, swaps=self._swaps(slot, state))
+        swaps = Swaps(slot.tokens, self.topk, momentum=self.momentum, carried=state.carried)
+        now = yield Pass(x[None], slot.examples, self.loss, swaps=swaps)
         assert now.swap_ids is not None  # (N, topk)
         ids = swapped(x, now.swap_ids, self.search_width, self.n_replace, slot.rng)
         step, x = yield from keep_best(
             slot, self.loss, x, now, self._surviving(slot, ids), may_worsen=self.buffer_size == 0
         )
         return step, GCGState(x, now.carried)
-
-    def _swaps(self, slot: Slot, state: GCGState) -> Swaps:
-        """What is asked of the gradient at x."""
-        return Swaps(slot.tokens, self.topk)
 
     def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:
         """The candidates that round-trip; all, if none does and none must."""

@@ -13,9 +13,7 @@ the top k are the same.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dlmi.methods.gcg import GCG, GCGState
-from dlmi.methods.slot import Slot
-from dlmi.scoring.passes import Swaps
+from dlmi.methods.gcg import GCG
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,3 @@ class MAC(GCG):
     momentum: float = 0.4
 
     ranges: ClassVar = {**GCG.ranges, "momentum": "(0, 1)"}
-
-    def _swaps(self, slot: Slot, state: GCGState) -> Swaps:
-        """The gradient at x is added to what is left of those before."""
-        return Swaps(slot.tokens, self.topk, momentum=self.momentum, carried=state.carried)

@@ -74,26 +74,27 @@ class Refined(Method[RefinedState]):
         first, search = self.first.restore(plain["first"]), plain["search"]
         return RefinedState(first, None if search is None else self.search.restore(search))
 
-    # ---- as the first method; its tensors rest while the search runs
+    # ---- as the first method, whose tensors rest while the search runs
+    # ruff: noqa: D102
 
-    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         return self.first.shapes(length, vocabulary)
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:  # noqa: D102
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         return self.first.optimizer(parameters)
 
-    def defaults(self) -> Defaults:  # noqa: D102
+    def defaults(self) -> Defaults:
         return self.first.defaults()
 
-    def soft_prompt(self, slot: Slot, state: RefinedState) -> SoftPrompt | None:  # noqa: D102
+    def soft_prompt(self, slot: Slot, state: RefinedState) -> SoftPrompt | None:
         return self.first.soft_prompt(slot, state.first)
 
     @property
-    def num_last_prompts(self) -> int:  # noqa: D102
+    def num_last_prompts(self) -> int:
         return self.first.num_last_prompts
 
-    def last_prompts(self, slot: Slot, state: RefinedState) -> Tensor:  # noqa: D102
+    def last_prompts(self, slot: Slot, state: RefinedState) -> Tensor:
         return self.first.last_prompts(slot, state.first)
 
-    def diagnostics(self, slot: Slot, state: RefinedState) -> dict[str, Tensor]:  # noqa: D102
+    def diagnostics(self, slot: Slot, state: RefinedState) -> dict[str, Tensor]:
         return self.first.diagnostics(slot, state.first)
