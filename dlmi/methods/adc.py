@@ -5,23 +5,22 @@ r"""ADC: adaptive dense-to-sparse optimisation on the simplex.
     z \leftarrow sparsify_{s}( z - \eta \, m ), \quad s = 2^{w}, \quad
     w \leftarrow 0.99 w + 0.01 \, \#wrong(z)
 
-Hu et al. 2024 (arXiv 2405.09113). The rows lie on the simplex themselves: no softmax, no noise, no
-temperature. After each step of SGD with heavy momentum only the s largest entries of each row are
-kept, and s shrinks as the teacher-forced target tokens come right, so that the prompt hardens
-because it works, not on a schedule. Several restarts share one batch, and the argmax prompt of
-each is scored at every step.
+Hu et al. 2024 (arXiv 2405.09113). After each step of SGD with heavy momentum m, only the s largest
+entries of each row are kept, and s shrinks as fewer teacher-forced target tokens are wrong: the
+prompt hardens because it works, not on a schedule. Several restarts share one batch. In every step
+the argmax prompt of each is scored.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from dlmi.errors import InputError, check_at_least_one, check_positive
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.methods.base import Relaxation, Step
+from dlmi.methods.base import Relaxation, Step, simplex_prompt
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
@@ -31,11 +30,9 @@ _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
 
 
 def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
-    """Keep the largest entries of each row, made positive, and let them sum to one.
+    """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
 
-    Args:
-        rows: (..., V); -inf bars an entry.
-        counts: How many entries each row keeps, (...).
+    Each row keeps as many as `counts`, (...), says; -inf bars an entry.
     """
     if int(counts.min()) >= rows.shape[-1]:
         positive = _made_positive(rows)
@@ -53,17 +50,13 @@ def _made_positive(entries: Tensor) -> Tensor:
 def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) -> Tensor:
     """Entries that each of N rows keeps so that they are s on average, (N,).
 
-    With a fractional s, random rows get one entry more than the others: that share of them, and
-    at least five, so that the last ones to harden do not harden all at once.
+    With a fractional s, that share of the rows, but at least five, gets one entry more.
     """
     floor = int(sparsity)
     share = sparsity - floor
-    larger = 0
-    if share > 0:
-        larger = min(length, max(round(share * length), _MINIMUM_LARGER_ROWS))
+    larger = max(round(share * length), _MINIMUM_LARGER_ROWS) if share > 0 else 0
     counts = torch.full((length,), floor)
-    chosen = torch.randperm(length, generator=generator)[:larger]
-    counts[chosen] += 1
+    counts[torch.randperm(length, generator=generator)[:larger]] += 1
     return counts.clamp_min(1)
 
 
@@ -82,8 +75,7 @@ class ADC(Relaxation[ADCState]):
 
     Args:
         restarts: Starts optimised side by side for each target.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: SGD's learning rate.
         momentum: SGD's momentum.
         ema_rate: Weight of the newest count of wrong tokens in the sparsity.
@@ -99,71 +91,43 @@ class ADC(Relaxation[ADCState]):
 
     state_type = ADCState
     reads_embeddings = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
-        check_at_least_one("model.method", restarts=self.restarts)
-        check_positive("model.method", lr=self.lr, norm_gradient_scale=self.norm_gradient_scale)
-        if not (0 <= self.momentum < 1 and 0 < self.ema_rate <= 1):
-            raise InputError(
-                "Expected `model.method.momentum` to be at least 0 and below 1 and `model.method."
-                f"ema_rate` to be above 0 and at most 1, but got {self.momentum} and "
-                f"{self.ema_rate}."
-            )
+    ranges: ClassVar = {"momentum": "[0, 1)", "ema_rate": "(0, 1]"}
 
     def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (R, N, V): a row of the simplex per restart and position."""
         return {"Z": (self.restarts, length, len(vocabulary))}
 
     def init(self, slot: Slot) -> ADCState:
-        """The softmax of N(0, 1)."""
+        """The softmax of N(0, 1); the first restart's argmax is the best prompt so far."""
         rows = slot.tokens.bar_(slot.draw_normal_("Z"))
         rows.copy_(torch.softmax(rows, dim=-1))
-        first = ADCState(slot.tokens.ids(rows[0].argmax(-1)))
-        logits = self.soft_prompt(slot, first).logits
-        return ADCState(slot.tokens.repaired(first.best_ids[None], logits)[0])
+        return ADCState(slot.tokens.argmax_ids(rows[0]))
 
     def step(self, slot: Slot, state: ADCState) -> Steps[tuple[Step, ADCState]]:
-        """The sum over restarts, each on its own; reports the lowest of them."""
+        """The losses of all restarts, summed; reports the lowest."""
         rows = slot.params["Z"]  # (R, N, V)
         if state.wrong is not None:
             self._sparsify(slot, state.wrong)
         ids = slot.tokens.ids(rows.detach().argmax(-1))  # (R, N)
         prompt_ids = slot.tokens.repaired(ids, self.soft_prompt(slot, state).logits)
         discrete = yield Pass(prompt_ids, slot.examples)
-        exact = [slot.is_wanted(ids) for ids in discrete.output_ids]
+        exact = [slot.is_wanted(output_ids) for output_ids in discrete.output_ids]
         best = exact.index(True) if any(exact) else int(discrete.losses.argmin())
-        loss, found_ids = float(discrete.losses[best]), None
-        best_ids, best_loss = state.best_ids, state.best_loss
-        # Losses on different examples cannot be compared: then the latest best is the best.
-        if exact[best] or slot.target.is_shared or loss < best_loss:
-            best_ids, best_loss = prompt_ids[best], loss
-        if exact[best]:
-            found_ids = best_ids
-        matrix = slot.tokens.vocabulary.matrix.to(rows.dtype)
-        relaxed = yield Pass(
-            rows @ matrix,
-            slot.examples,
-            self.loss,
-            norm_gradient_scale=self.norm_gradient_scale,
-        )
-        wrong = self._count_wrong(slot, relaxed.output_ids).to(rows.dtype)
+        best_ids, best_loss = prompt_ids[best], float(discrete.losses[best])
+        found_ids = best_ids if exact[best] else None
+        if not (exact[best] or slot.is_better(best_loss, state.best_loss)):
+            best_ids, best_loss = state.best_ids, state.best_loss
+        embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
+        scale = self.norm_gradient_scale
+        relaxed = yield Pass(embeds, slot.examples, self.loss, norm_gradient_scale=scale)
+        is_wrong = relaxed.output_ids != relaxed.output_ids.new_tensor(slot.wanted_ids)
+        wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
         average = average + self.ema_rate * (wrong - average)
-        lowest = relaxed.losses.detach().argmin()
-        step = Step(
-            relaxed.losses.sum(),
-            relaxed.output_ids[lowest],
-            value=relaxed.losses.detach().amin(),
-            found_ids=found_ids,
-        )
+        losses = relaxed.losses.detach()
+        output_ids = relaxed.output_ids[losses.argmin()]
+        step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average)
-
-    def _count_wrong(self, slot: Slot, output_ids: Tensor) -> Tensor:
-        """Target tokens (of an example, on average) that each restart gets wrong, (R,)."""
-        wanted = [token_id for example in slot.examples for token_id in example.ids]
-        wrong = (output_ids != output_ids.new_tensor(wanted)).sum(-1)
-        return wrong / len(slot.examples)
 
     @torch.no_grad()
     def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
@@ -175,18 +139,14 @@ class ADC(Relaxation[ADCState]):
             rows.copy_(keep_largest(rows, counts.to(rows.device)))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
-        """The best discrete prompt so far; before the first step, the first restart's."""
+        """The best discrete prompt so far."""
         return state.best_ids
 
-    @torch.no_grad()
     def soft_prompt(self, slot: Slot, state: ADCState) -> SoftPrompt:
         """The rows of the restart with the fewest wrong tokens."""
-        wrong = state.wrong
-        rows = slot.params["Z"][0 if wrong is None else int(wrong.argmin())]  # (N, V)
-        logits = slot.tokens.bar_(rows.clamp_min(torch.finfo(rows.dtype).tiny).log())
-        return SoftPrompt(logits, rows.new_ones(slot.length))
+        restart = 0 if state.wrong is None else int(state.wrong.argmin())
+        return simplex_prompt(slot, slot.params["Z"][restart])
 
-    @torch.no_grad()
     def diagnostics(self, slot: Slot, state: ADCState) -> dict[str, Tensor]:
         """How many entries of each position's row are not zero, averaged over restarts."""
         return {"nonzero": (slot.params["Z"] > 0).sum(-1).float().mean(0)}

@@ -9,19 +9,16 @@ r"""DLMI: gradient descent through the LM on relaxed prompts with learned temper
 Algorithm 1 of "Language Model Inversion through End-to-End Differentiation" (arXiv 2602.11044).
 Z and Phi are learned jointly, one temperature per position. The target is teacher-forced; with
 `teacher_forcing: false` ("DLMI-TF", minus TF, in the paper) the LM runs freely and the gradient
-reaches the prompt through the KV cache. GBDA is the same with a fixed temperature and no teacher
-forcing; SODA has neither noise nor learned temperatures; REINFORCE has no soft embedding.
+reaches the prompt through the KV cache.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import nn
-from torch.optim import Adam, Optimizer
 
-from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.errors import InputError
 from dlmi.estimators.sampling import EstimatorName
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.estimators.temperature import temperature_law
@@ -49,8 +46,7 @@ class DLMI(Relaxation[None]):
         teacher_forcing: Feed the target's own prefix; else run freely ("DLMI-TF" in the paper).
         next_token_tau: In a free run, read relaxed samples of this temperature as next tokens;
             unset: greedy ones.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate, for Z and Phi alike.
         adam_eps: Adam's epsilon. At tau near 100 the gradients of Z are as small as the default.
     """
@@ -67,52 +63,49 @@ class DLMI(Relaxation[None]):
     lr: float = 0.1
     adam_eps: float = 1e-8
 
+    ranges: ClassVar = {"adam_eps": "[0, inf)"}
+
     def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
-        check_positive("model.method", tau0=self.tau0, lr=self.lr)
-        check_at_least_one("model.method", num_samples=self.num_samples, rao_draws=self.rao_draws)
+        """Raise `InputError` for settings that exclude each other."""
+        super().__post_init__()
         if self.estimator == "reinmax" and (self.temperature != "fixed" or self.tau0 < 1):
             raise InputError(
                 "Expected `model.method.temperature: fixed` and `model.method.tau0` of at least 1 "
                 f"with `model.method.estimator: reinmax`, but got {self.temperature!r} and "
                 f"{self.tau0}: it has no gradient for a temperature."
             )
-        if self.next_token_tau is not None:
-            check_positive("model.method", next_token_tau=self.next_token_tau)
-            if self.teacher_forcing:
-                raise InputError(
-                    "Expected `model.method.teacher_forcing: false` with `model.method."
-                    "next_token_tau`, but it is true: teacher forcing reads the target, not the "
-                    "next token."
-                )
+        if self.next_token_tau is not None and self.teacher_forcing:
+            raise InputError(
+                "Expected `model.method.teacher_forcing: false` with `model.method.next_token_tau`"
+                ", but it is true: teacher forcing reads the target, not the next token."
+            )
 
     def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (N, V), and Phi: (N,) decoupled, () shared, none if fixed."""
-        phi: dict[str, dict[str, tuple[int, ...]]]
-        phi = {"decoupled": {"Phi": (length,)}, "shared": {"Phi": ()}, "fixed": {}}
-        return {"Z": (length, len(vocabulary)), **phi[self.temperature]}
+        shapes: dict[str, tuple[int, ...]] = {"Z": (length, len(vocabulary))}
+        if self.temperature != "fixed":
+            shapes["Phi"] = (length,) if self.temperature == "decoupled" else ()
+        return shapes
 
     def init(self, slot: Slot) -> None:
         """Z from N(0, 1), Phi as `phi_init` says."""
         super().init(slot)
         if self.temperature == "fixed":
             return
-        phi = slot.params["Phi"].zero_()
+        Phi = slot.params["Phi"].zero_()
         if self.phi_init == "normal":
             slot.draw_normal_("Phi")
         elif self.phi_init == "uniform":
-            phi.copy_(torch.rand(phi.shape, generator=slot.rng, dtype=phi.dtype))
+            Phi.copy_(torch.rand(Phi.shape, generator=slot.rng, dtype=Phi.dtype))
 
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
         """S samples of the rows of Z."""
-        logits = slot.params["Z"]
+        Z = slot.params["Z"]
         if self.temperature == "fixed":
-            tau = logits.new_full((slot.length,), self.tau0)
+            tau = Z.new_full((slot.length,), self.tau0)
         else:
             tau = temperature_law(slot.params["Phi"], self.tau0).expand(slot.length)
-        return SoftPrompt(
-            logits, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws
-        )
+        return SoftPrompt(Z, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws)
 
     def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
         """The loss of the target, averaged over S samples."""
@@ -122,7 +115,3 @@ class DLMI(Relaxation[None]):
         prompt = self.soft_prompt(slot, state)
         scores = yield Pass(prompt, slot.examples, self.loss, self.teacher_forcing, next_token)
         return Step(scores.losses.mean(), scores.output_ids[0]), None
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Adam on Z and Phi jointly."""
-        return Adam(parameters, lr=self.lr, eps=self.adam_eps, fused=True)

@@ -5,17 +5,16 @@ r"""GBDA: Gumbel-Softmax prompts at a temperature that is not learned.
 
 Guo et al. 2021, "Gradient-based Adversarial Attacks against Text Transformers", as the DLMI paper
 adapts it to inversion: Z from N(0, 1), 8 samples, free greedy run, no similarity or fluency terms.
-It is DLMI without learned temperatures and without teacher forcing. Two parts of its relatives are
-options: `final_samples` draws hard prompts from softmax(Z) at the end and keeps the best (the
-original's last step), and `tau_end` anneals the temperature geometrically over the budget.
+It is DLMI without learned temperatures and without teacher forcing. `final_samples` is the last
+step of the original; `tau_end` anneals the temperature, as later users of GBDA do.
 """
 
-import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from dlmi.errors import InputError, check_at_least_one, check_between, check_positive
+from dlmi.errors import InputError
 from dlmi.estimators.sampling import EstimatorName
 from dlmi.estimators.soft_embedding import sample_columns
 from dlmi.estimators.soft_prompt import SoftPrompt
@@ -39,8 +38,7 @@ class GBDA(Relaxation[None]):
             one-hot rows with the gradient of `straight_through`, `gumbel_rao` or `reinmax`.
         rao_draws: Conditional draws per sample of `gumbel_rao`, K.
         teacher_forcing: Feed the target's own prefix; else run freely.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate.
     """
 
@@ -54,13 +52,12 @@ class GBDA(Relaxation[None]):
     loss: LossName = "cross_entropy"
     lr: float = 0.1
 
+    ranges: ClassVar = {"final_samples": "[0, inf)"}
+
     def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
-        tau_end = self.tau if self.tau_end is None else self.tau_end
-        check_positive("model.method", tau=self.tau, lr=self.lr, tau_end=tau_end)
-        check_at_least_one("model.method", num_samples=self.num_samples, rao_draws=self.rao_draws)
-        check_between("model.method", 0, math.inf, final_samples=self.final_samples)
-        if self.estimator == "reinmax" and min(self.tau, tau_end) < 1:
+        """Raise `InputError` for settings that exclude each other."""
+        super().__post_init__()
+        if self.estimator == "reinmax" and min(self.tau, self.tau_end or self.tau) < 1:
             raise InputError(
                 "Expected `model.method.tau` and `model.method.tau_end` of at least 1 with "
                 f"`model.method.estimator: reinmax`, but got {self.tau} and {self.tau_end}."
@@ -68,13 +65,10 @@ class GBDA(Relaxation[None]):
 
     def soft_prompt(self, slot: Slot, state: None) -> SoftPrompt:
         """S samples of the rows of Z, at the temperature of this point of the budget."""
-        logits, tau_end = slot.params["Z"], self.tau if self.tau_end is None else self.tau_end
-        tau = logits.new_full(
-            (slot.length,), annealed_temperature(self.tau, tau_end, slot.progress)
-        )
-        return SoftPrompt(
-            logits, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws
-        )
+        Z = slot.params["Z"]
+        now = annealed_temperature(self.tau, self.tau_end or self.tau, slot.progress)
+        tau = Z.new_full((slot.length,), now)
+        return SoftPrompt(Z, tau, self.estimator, self.num_samples, slot.seed(), self.rao_draws)
 
     def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
         """The loss of the target, averaged over S samples."""
@@ -82,13 +76,8 @@ class GBDA(Relaxation[None]):
         scores = yield Pass(prompt, slot.examples, self.loss, self.teacher_forcing)
         return Step(scores.losses.mean(), scores.output_ids[0]), None
 
-    @property
-    def num_last_prompts(self) -> int:
-        """Hard draws at the end."""
-        return self.final_samples
-
     def last_prompts(self, slot: Slot, state: None) -> Tensor:
         """Hard draws from softmax(Z), (C, N)."""
-        logits = slot.params["Z"].detach()
-        columns = sample_columns(logits, self.final_samples, slot.seed("final samples"))
-        return slot.tokens.repaired(slot.tokens.ids(columns), logits)
+        Z = slot.params["Z"].detach()
+        columns = sample_columns(Z, self.final_samples, slot.seed("final samples"))
+        return slot.tokens.repaired(slot.tokens.ids(columns), Z)

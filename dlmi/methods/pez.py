@@ -5,21 +5,18 @@ r"""PEZ: descend on continuous embeddings, but always read the nearest tokens.
     P \leftarrow P - \eta \, \nabla_h d(f(h_1 .. h_N), y)
 
 Wen et al. 2023, "Hard Prompts Made Easy". The forward pass sees the projection of P onto the
-vocabulary, so there is no soft-to-hard gap; the gradient at the projection is applied to P itself.
-P is kept as Z here, with the width of an embedding in place of the vocabulary. The target is
-teacher-forced. Unlike the relaxations there is no distribution over tokens and no noise.
+vocabulary, so there is no soft-to-hard gap; the gradient at the projection is applied to P itself,
+which is called Z here. The target is teacher-forced.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from dlmi.errors import check_between, check_positive
 from dlmi.estimators.sampling import with_forward
 from dlmi.methods.base import Defaults, Relaxation, Step
 from dlmi.methods.slot import Slot
@@ -46,8 +43,7 @@ class PEZ(Relaxation[None]):
 
     Args:
         metric: What is near: `cosine` similarity or `euclidean` distance.
-        loss: `cross_entropy`, `margin` (0 where the target is the argmax), `hinge` or `mellowmax`
-            (log mean exp of the tokens' cross-entropies: the worst token counts most).
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: AdamW's learning rate.
         weight_decay: AdamW's weight decay.
     """
@@ -58,15 +54,8 @@ class PEZ(Relaxation[None]):
     weight_decay: float = 0.1
 
     reads_embeddings = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that make no sense."""
-        check_positive("model.method", lr=self.lr)
-        check_between("model.method", 0, math.inf, weight_decay=self.weight_decay)
-
-    def defaults(self) -> Defaults:
-        """As published."""
-        return Defaults(steps=3000)
+    published = Defaults(steps=3000)
+    ranges: ClassVar = {"weight_decay": "[0, inf)"}
 
     def shapes(self, length: int, vocabulary: Vocabulary) -> Mapping[str, tuple[int, ...]]:
         """Z (N, d), the continuous prompt."""
@@ -74,28 +63,27 @@ class PEZ(Relaxation[None]):
 
     def init(self, slot: Slot) -> None:
         """The embeddings of random tokens."""
+        Z = slot.params["Z"]
         [ids] = slot.tokens.random_ids(1, slot.length, slot.rng)
-        slot.params["Z"].copy_(slot.tokens.lm.embed(ids.to(slot.params["Z"].device)))
+        Z.copy_(slot.tokens.lm.embed(ids.to(Z.device)))
 
     def step(self, slot: Slot, state: None) -> Steps[tuple[Step, None]]:
         """The loss at the projection, whose gradient goes to Z."""
-        continuous = slot.params["Z"]
-        nearest_ids = slot.tokens.ids(self._nearness(slot).argmax(-1))
-        projected = slot.tokens.lm.embed(nearest_ids).to(continuous.dtype)
-        scores = yield Pass(with_forward(continuous, projected)[None], slot.examples, self.loss)
+        Z = slot.params["Z"]
+        projected = slot.tokens.lm.embed(self._nearest_ids(slot)).to(Z.dtype)
+        scores = yield Pass(with_forward(Z, projected)[None], slot.examples, self.loss)
         return Step(scores.losses[0], scores.output_ids[0]), None
 
     def prompt_ids(self, slot: Slot, state: None) -> Tensor:
         """The nearest tokens."""
-        ids = slot.tokens.ids(self._nearness(slot).argmax(-1))
-        return slot.tokens.repaired(ids[None])[0]
+        return slot.tokens.repaired(self._nearest_ids(slot)[None])[0]
 
     @torch.no_grad()
-    def _nearness(self, slot: Slot) -> Tensor:
-        """How near each position is to each token that it may be, (N, V)."""
-        continuous = slot.params["Z"]
-        matrix = slot.tokens.vocabulary.matrix.to(continuous.dtype)
-        return slot.tokens.bar_(nearness(continuous, matrix, self.metric))
+    def _nearest_ids(self, slot: Slot) -> Tensor:
+        """Of the tokens that a prompt may hold, the nearest to each position, (N,)."""
+        Z = slot.params["Z"]
+        near = nearness(Z, slot.tokens.vocabulary.matrix.to(Z.dtype), self.metric)  # (N, V)
+        return slot.tokens.ids(slot.tokens.bar_(near).argmax(-1))
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """AdamW on the continuous prompt."""

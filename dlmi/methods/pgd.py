@@ -8,23 +8,21 @@ Geisler et al. 2024, "Attacking Large Language Models with Projected Gradient De
 moves by Adam and is then projected onto the simplex. Where its Gini index is too large, it is
 pushed away from the centre of the simplex: its squared distance from there is at least a share of
 that of a vertex, which grows from 0 to `entropy_factor`. In every step the argmax prompt is scored;
-when it has not become better for a while, the rows go back to those of the best.
+when it has not improved for `patience` steps, the rows go back to those of the best.
 
-The learning rate is constant at first and then falls along a cosine, over and over. Slots share an
-optimiser but not their steps, so a slot goes back some of the way that the optimiser went.
-
-Axes: N prompt tokens, V tokens a prompt may hold.
+The learning rate is constant at first and then falls along a cosine, again and again. All slots
+share an optimiser but each has its own step count, so a slot scales the optimiser's step itself.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dlmi.errors import check_at_least_one, check_between, check_positive
 from dlmi.estimators.soft_prompt import SoftPrompt
-from dlmi.methods.base import Defaults, Relaxation, Step
+from dlmi.methods.base import Defaults, Relaxation, Step, simplex_prompt
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
@@ -48,12 +46,10 @@ def onto_simplex(rows: Tensor) -> Tensor:
 
 
 def harden(rows: Tensor, share: float) -> Tensor:
-    """Push rows of the simplex, (..., V), away from its centre where they are too near.
+    """Push rows of the simplex, (..., V), away from the centre of their non-zero entries.
 
-    Args:
-        rows: On the simplex.
-        share: Of the squared distance between the centre of a row's non-zero entries and a vertex,
-            the row's own squared distance is at least this. 0 changes nothing, 1 leaves vertices.
+    The squared distance from there is at least this share of that of a vertex: 0 changes nothing,
+    1 leaves vertices.
 
     >>> harden(torch.tensor([0.5, 0.3, 0.2]), 0.4)
     tensor([0.7317, 0.2537, 0.0146])
@@ -63,9 +59,8 @@ def harden(rows: Tensor, share: float) -> Tensor:
     away = torch.where(is_used, rows - 1 / count, 0)
     distance = torch.linalg.vector_norm(away, dim=-1, keepdim=True)
     radius = (share * (1 - 1 / count)).sqrt()
-    pushed = torch.where(
-        is_used, rows + away * (radius / distance.clamp_min(1e-12) - 1), -torch.inf
-    )
+    pushed = rows + away * (radius / distance.clamp_min(1e-12) - 1)
+    pushed = torch.where(is_used, pushed, -torch.inf)
     return torch.where(distance < radius, onto_simplex(pushed), rows)
 
 
@@ -77,7 +72,7 @@ class PGDState:
     best_loss: float = float("inf")  # its loss
     waited: int = 0  # steps since it was found
     best_rows: Tensor | None = None  # the rows whose argmax it was, (N, V)
-    before: Tensor | None = None  # the rows that the optimiser started from, (N, V)
+    before: Tensor | None = None  # the rows before the optimiser's step, (N, V)
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class PGD(Relaxation[PGDState]):
     """Projected gradient descent on the simplex.
 
     Args:
-        loss: `cross_entropy`, `margin`, `hinge` or `mellowmax`.
+        loss: `cross_entropy`, `margin` (0 at the argmax), `hinge` or `mellowmax` (soft maximum).
         lr: Adam's learning rate.
         clip: Largest norm of the gradient of a position.
         entropy_factor: How hard rows are in the end: 0 leaves them alone, 1 makes them one-hot.
@@ -102,22 +97,13 @@ class PGD(Relaxation[PGDState]):
 
     state_type = PGDState
     reads_embeddings = True
-
-    def __post_init__(self) -> None:
-        """Refuse settings that make no sense."""
-        check_positive("model.method", lr=self.lr, clip=self.clip)
-        check_between("model.method", 0, 1, entropy_factor=self.entropy_factor)
-        check_at_least_one("model.method", entropy_steps=self.entropy_steps, patience=self.patience)
-
-    def defaults(self) -> Defaults:
-        """As published."""
-        return Defaults(steps=5000)
+    published = Defaults(steps=5000)
+    ranges: ClassVar = {"entropy_factor": "[0, 1]"}
 
     def init(self, slot: Slot) -> PGDState:
-        """Rows drawn alike from the whole simplex."""
+        """Rows drawn uniformly from the simplex."""
         rows = slot.params["Z"]
-        drawn = torch.empty(rows.shape, dtype=rows.dtype).exponential_(generator=slot.rng)
-        rows.copy_(drawn)
+        rows.copy_(torch.empty(rows.shape, dtype=rows.dtype).exponential_(generator=slot.rng))
         rows[:, slot.tokens.barred_columns.to(rows.device)] = 0
         rows.div_(rows.sum(-1, keepdim=True))
         return PGDState(slot.tokens.argmax_ids(rows))
@@ -128,37 +114,34 @@ class PGD(Relaxation[PGDState]):
         self._project(slot, state)
         prompt_ids = slot.tokens.argmax_ids(rows)
         discrete = yield Pass(prompt_ids[None], slot.examples)
-        is_exact = slot.is_wanted(discrete.output_ids[0])
+        found_ids = prompt_ids if slot.is_wanted(discrete.output_ids[0]) else None
         loss = float(discrete.losses[0])
-        # Losses on different examples cannot be compared: then the latest is the best.
-        if is_exact or slot.target.is_shared or loss < state.best_loss:
-            state = PGDState(prompt_ids, loss, 0, rows.detach().clone())
+        if found_ids is not None or slot.is_better(loss, state.best_loss):
+            state = PGDState(prompt_ids, loss, best_rows=rows.detach().clone())
         else:
-            state = PGDState(state.best_ids, state.best_loss, state.waited + 1, state.best_rows)
+            state = replace(state, waited=state.waited + 1)
         if state.waited >= self.patience and state.best_rows is not None:
             with torch.no_grad():
                 rows.copy_(state.best_rows)
-            slot.forget_moments()
+            slot.reset_moments()
             state.waited = 0
         state.before = rows.detach().clone()
         clipped = rows.view_as(rows)
         clipped.register_hook(self._clipped)  # type: ignore[no-untyped-call]
-        matrix = slot.tokens.vocabulary.matrix.to(rows.dtype)
-        relaxed = yield Pass((clipped @ matrix)[None], slot.examples, self.loss)
-        found_ids = prompt_ids if is_exact else None
+        embeds = clipped @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (N, d)
+        relaxed = yield Pass(embeds[None], slot.examples, self.loss)
         return Step(relaxed.losses[0], relaxed.output_ids[0], found_ids=found_ids), state
 
     @torch.no_grad()
     def _project(self, slot: Slot, state: PGDState) -> None:
-        """Shorten the optimiser's step, then put the rows back onto the simplex."""
-        rows = slot.params["Z"]
+        """Scale the optimiser's step, then put the rows back onto the simplex."""
         if state.before is None:  # nothing has moved yet
             return
+        rows = slot.params["Z"]
         before = state.before.to(rows.device)
         rows.copy_(before + self._rate(slot.step - 1) * (rows - before))
-        on_simplex = onto_simplex(slot.tokens.bar_(rows))
         share = self.entropy_factor * min(1.0, slot.step / self.entropy_steps)
-        rows.copy_(harden(on_simplex, share))
+        rows.copy_(harden(onto_simplex(slot.tokens.bar_(rows)), share))
 
     @staticmethod
     def _rate(step: int) -> float:
@@ -176,9 +159,6 @@ class PGD(Relaxation[PGDState]):
         """The best discrete prompt so far."""
         return state.best_ids
 
-    @torch.no_grad()
     def soft_prompt(self, slot: Slot, state: PGDState) -> SoftPrompt:
         """The rows as distributions."""
-        rows = slot.params["Z"]
-        logits = slot.tokens.bar_(rows.clamp_min(torch.finfo(rows.dtype).tiny).log())
-        return SoftPrompt(logits, rows.new_ones(slot.length))
+        return simplex_prompt(slot, slot.params["Z"])

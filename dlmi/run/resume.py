@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from dlmi.errors import InputError, first_line
 from dlmi.methods.base import Method
-from dlmi.methods.slot import Slot
-from dlmi.methods.states import to_plain
+from dlmi.methods.slot import Slot, to_plain
 from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
 
 # Attributes of a slot that a checkpoint holds under their own names, each of its declared type.

@@ -98,7 +98,7 @@ class SlotPool:
             if occupant is not None or (target := next(waiting, None)) is None:
                 continue
             slot = self.slots[index] = self._open(target, index)
-            slot.forget_moments()
+            slot.reset_moments()
             if target.id in resume:
                 resume.restore(slot, self.method, self.optimizers())
             else:

@@ -10,7 +10,7 @@ from helpers.slots import begin, drive, open_slot, random_ids
 from dlmi import InputError
 from dlmi.methods import ARCA, MAC, PGD, AutoPrompt, RandomSearch
 from dlmi.methods.arca import ARCAState
-from dlmi.methods.autoprompt import AutoPromptState
+from dlmi.methods.candidates import PromptState
 from dlmi.methods.gcg import GCGState
 from dlmi.methods.pgd import harden, onto_simplex
 from dlmi.methods.random_search import RandomSearchState
@@ -130,6 +130,7 @@ def test_a_step_of_arca_costs_what_the_lm_reads(tiny, vocabulary):
     method, slot = ARCA(num_candidates=3), open_slot(vocabulary, TARGET, 4)
     engine = Engine(vocabulary)
     begin(method, slot, engine)
+    assert tiny.can_pack  # what finds that out reads tokens too
     for slot.step in range(5):
         account = slot.account(math.inf)
         with counted_calls(tiny) as calls:
@@ -144,7 +145,7 @@ def test_a_step_of_arca_costs_what_the_lm_reads(tiny, vocabulary):
 @pytest.mark.parametrize(("losses", "moves"), [([3.0, 1.5], True), ([3.0, 2.0], False)])
 def test_autoprompt_tries_one_position_and_moves_only_if_that_is_better(vocabulary, losses, moves):
     method, slot = AutoPrompt(topk=2), open_slot(vocabulary, TARGET, 4)
-    steps = method.step(slot, AutoPromptState(X))
+    steps = method.step(slot, PromptState(X))
     asked = next(steps)
     [[position, own_id]] = asked.swaps.barred.tolist()
     assert own_id == X[position]

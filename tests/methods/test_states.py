@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import msgspec
 import pytest
 import torch
 
@@ -21,13 +22,13 @@ from dlmi.methods import (
 )
 from dlmi.methods.adc import ADCState
 from dlmi.methods.arca import ARCAState
-from dlmi.methods.autoprompt import AutoPromptState
+from dlmi.methods.candidates import PromptState
 from dlmi.methods.gcg import GCGState
 from dlmi.methods.pgd import PGDState
 from dlmi.methods.random_search import RandomSearchState
 from dlmi.methods.refined import RefinedState
 from dlmi.methods.reinforce import REINFORCEState
-from dlmi.methods.states import from_plain, to_plain
+from dlmi.methods.slot import to_plain
 from dlmi.methods.swap_search import Candidate, SwapState
 from dlmi.scoring.evaluation import Evaluation
 
@@ -48,7 +49,7 @@ EVALUATION = Evaluation(3, (4, 5), (6, 7), 0.5, 1.25, -0.5, None, 0.25, False, (
 STATES = {
     "gcg": (GCG(), GCGState(IDS)),
     "mac": (MAC(), GCGState(IDS, torch.tensor([[0.5, -1.0]]))),
-    "autoprompt": (AutoPrompt(), AutoPromptState(IDS)),
+    "autoprompt": (AutoPrompt(), PromptState(IDS)),
     "arca": (ARCA(), ARCAState(IDS, IDS + 1, 1.5)),
     "random search": (RandomSearch(), RandomSearchState(IDS, 0.5, 1.5)),
     "pgd": (PGD(), PGDState(IDS, 1.5, 3, torch.ones(2, 3), torch.zeros(2, 3))),
@@ -93,7 +94,7 @@ def test_a_state_survives_a_checkpoint(name):
 
 
 def test_so_does_an_evaluation():
-    assert is_equal(from_plain(Evaluation, saved_and_loaded(to_plain(EVALUATION))), EVALUATION)
+    assert is_equal(msgspec.convert(saved_and_loaded(to_plain(EVALUATION)), Evaluation), EVALUATION)
 
 
 def test_every_type_of_state_is_here():

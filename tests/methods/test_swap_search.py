@@ -624,7 +624,7 @@ def test_several_slots_give_the_rows_of_one(data, fit):
 
 @pytest.mark.parametrize("after", [-0.1, 1.5])
 def test_a_share_is_one(after):
-    with pytest.raises(InputError, match="`model.method.after` to be between 0 and 1"):
+    with pytest.raises(InputError, match=r"`model.method.after` to be in \[0, 1\]"):
         Refined(SODA(), after=after)
 
 
