@@ -83,6 +83,8 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
                 raise
             found = torch.load(previous(path), **options)
             rank_zero_warn(f"{path} cannot be read; the checkpoint before it is used.")
+        if "inversion" not in found:
+            raise ValueError("it is that of another program")
         migrate_checkpoint(found)  # as Lightning will
         msgspec.convert(found, _Checkpoint)
         return found
