@@ -1,1 +1,1 @@
-"""A run: the inverter, its data module, its queue, its rows."""
+"""A run: the inverter, its data module, its slots, its rows."""

@@ -1,4 +1,4 @@
-"""What a target may use, and when it has had enough."""
+"""What a target may use, when its prompt is decoded, and when it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ NO_STEP_LIMIT = 10**9  # steps, where a budget is one of time or of token-passes
 class Budget:
     """The budget of each target."""
 
-    steps: int  # steps
-    token_passes: int | None  # tokens sent forward or backward through the LM, or None for no limit
-    prompt_length: int  # tokens of a prompt, N
+    steps: int
+    token_passes: int | None = (
+        None  # tokens sent forward or backward through the LM; None: no limit
+    )
     last_prompts: int = 0  # prompts that are decoded at the end, besides the final one
-    can_share: bool = True  # whether the LM's keys and values can be shared and cut
-    # Steps between two decodes; None: at doublings of the cost, and as below
+    # Steps between two decodes; None: when the cost has doubled, and as below
     eval_every: int | None = None
     # Budgets at which to decode: token-passes, or steps where those have no limit
     decode_at: tuple[int, ...] = ()
@@ -31,13 +31,9 @@ class Budget:
             used = max(used, slot.cost.total / self.token_passes)
         return min(used, 1.0)
 
-    def most_evaluated(self, slot: Slot) -> int:
-        """What one decode costs at most."""
-        return most_tokens_evaluated(slot.target, self.prompt_length, self.can_share)
-
     def reserve(self, slot: Slot) -> int:
-        """What the decodes at the end cost at most."""
-        return (1 + self.last_prompts) * self.most_evaluated(slot)
+        """Upper bound on the cost of the decodes at the end."""
+        return (1 + self.last_prompts) * most_evaluated(slot)
 
     def left(self, slot: Slot) -> float:
         """Token-passes that a step may use: the decodes at the end are reserved."""
@@ -45,32 +41,23 @@ class Budget:
             return float("inf")
         return self.token_passes - slot.cost.total - self.reserve(slot)
 
-    def most_reasoned(self, examples: Sequence[Example]) -> int:
-        """What the LM's own reasoning in some examples costs at most."""
-        return sum(
-            len(e.context.start_ids) + e.context.most_tokens + self.prompt_length for e in examples
-        )
-
     def is_due(self, slot: Slot) -> bool:
-        """Whether to decode now: at the start, on the beat, at the end, or on a good sign.
+        """Whether to decode now: first, at the interval, last, or when a prompt seems exact.
 
-        A decode that would use what is reserved for the end is the end.
+        A decode that would use what is reserved for the end ends the target.
         """
         if slot.last is not None and slot.last.step == slot.step:
             return False
         if self.stop_reason(slot) is not None:
             return True
-        if slot.found_ids is None and not self._is_on_beat(slot):
+        if slot.found_ids is None and not self._is_at_interval(slot):
             return False
-        if self.most_evaluated(slot) > self.left(slot):
+        if most_evaluated(slot) > self.left(slot):
             slot.is_spent = slot.step > 0 or slot.is_spent
         return True
 
-    def _is_on_beat(self, slot: Slot) -> bool:
-        """Every so many steps; else when the cost has doubled, and where a budget would be crossed.
-
-        Teacher forcing tells a search when its prompt is exact, so that it need not decode to know.
-        """
+    def _is_at_interval(self, slot: Slot) -> bool:
+        """Whether `eval_every` steps have passed, or the cost has doubled or nears `decode_at`."""
         if self.eval_every is not None:
             return slot.step % self.eval_every == 0
         if not slot.trace:
@@ -79,17 +66,27 @@ class Budget:
             return True
         cost, last = slot.cost.total, slot.trace[-1].token_passes
         # A step may take twice the mean; the decode itself must fit as well.
-        ahead = 2 * cost // max(slot.step, 1) + self.most_evaluated(slot)
+        ahead = 2 * cost // max(slot.step, 1) + most_evaluated(slot)
         is_crossed = self.token_passes is not None and any(
             last + ahead < budget <= cost + ahead for budget in self.decode_at
         )
         return is_crossed or cost >= 2 * last
 
     def stop_reason(self, slot: Slot) -> str | None:
-        """`solved`, `failed`, `budget`, or None while it is to go on."""
+        """`solved`, `failed` or `budget`; None while the target goes on."""
         best = slot.best
         if best is not None and best.is_eligible and best.output_ids == slot.target.ids:
             return "solved"
         if slot.failure is not None:
             return "failed"
         return "budget" if slot.is_spent or slot.step >= self.steps else None
+
+
+def most_evaluated(slot: Slot) -> int:
+    """Upper bound on the cost of one decode."""
+    return most_tokens_evaluated(slot.target, slot.length, slot.tokens.lm.can_share)
+
+
+def most_reasoned(slot: Slot, examples: Sequence[Example]) -> int:
+    """Upper bound on the cost of the LM's own reasoning in some examples."""
+    return sum(len(e.context.start_ids) + e.context.most_tokens + slot.length for e in examples)

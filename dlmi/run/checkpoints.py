@@ -1,10 +1,11 @@
-"""Checkpoints, whole or not there: written aside, synced, renamed; the one before is kept."""
+"""Checkpoint files: written in full before they replace the last one, which is kept as well."""
 
 import contextlib
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ class _Inversion(TypedDict):
 
 
 class _Checkpoint(TypedDict):
-    """What Lightning and the inverter take from a checkpoint."""
+    """What Lightning and the inverter read from a checkpoint."""
 
     epoch: int
     global_step: int
@@ -51,43 +52,51 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / name for name in names), key=lambda p: (p.name != LAST, p.name))
 
 
+@contextlib.contextmanager
+def broken_is_input_error(what: str) -> Iterator[None]:
+    """Turn every error into an `InputError`: a broken file can raise anything, anywhere."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run what is in it
+            reason = "it holds more than data, which could run code, so it was not read"
+        raise InputError(
+            f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {what} is not ({reason}). "
+            "Give another, or delete it: `--continue_run true` keeps the rows of the run's folder."
+        ) from error
+
+
 def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint of dlmi, or the one before it if it was cut short; no code is run.
 
     With `mmap`, tensors are read when they are used. `InputError` where it is neither.
     """
-    problem = ""
-    for candidate in (path, previous(path)):
+    options: Any = {"map_location": "cpu", "weights_only": True, "mmap": mmap}
+    with broken_is_input_error(str(path)):
         try:
-            found = torch.load(candidate, map_location="cpu", weights_only=True, mmap=mmap)
-        except Exception as error:  # torch raises whatever a broken file makes it raise
-            reason = first_line(error)[:200]
-            if isinstance(error, pickle.UnpicklingError):  # torch would advise to run what is in it
-                reason = "it holds more than data, which could run code, so it was not read"
-            problem = problem or reason
-            continue
-        if candidate != path:
+            found: dict[str, Any] = torch.load(path, **options)
+        except Exception:  # torch raises whatever a broken file makes it raise
+            if not previous(path).is_file():
+                raise
+            found = torch.load(previous(path), **options)
             rank_zero_warn(f"{path} cannot be read; the checkpoint before it is used.")
-        try:
-            migrate_checkpoint(found)  # as Lightning will, if the version is one
-            msgspec.convert(found, _Checkpoint)
-        except Exception as error:  # of whatever does not fit
-            problem = f"it is that of another program, or broken ({error})"
-            break
-        return cast(dict[str, Any], found)
-    raise InputError(
-        f"Expected `ckpt_path` to be a whole checkpoint of dlmi, but {path} is not: {problem}. "
-        "Give another, or delete it: `--continue_run true` keeps the rows of the run's folder."
-    )
+        if "inversion" not in found:
+            raise ValueError("it is that of another program")
+        migrate_checkpoint(found)  # as Lightning will
+        msgspec.convert(found, _Checkpoint)
+        return found
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Lightning's way to write and read checkpoints, without half ones."""
+    """Lightning's way to write and read checkpoints, without half-written files."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write it beside its place, sync it, and put it there in one step."""
+        """Write beside the last checkpoint, sync, then replace it in one step."""
         path = Path(path)
         scratch = path.with_name(f"{path.name}.tmp")
         try:

@@ -1,4 +1,4 @@
-"""Checks of relations between model, data and trainer that no single argument shows."""
+"""Checks of model, data and trainer against each other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.errors import InputError, check_positive
 from dlmi.methods.base import Method
 from dlmi.run.data import TargetDataModule
 from dlmi.run.workers.strategy import TargetParallelStrategy
@@ -79,7 +79,7 @@ def check_targets(
 
 
 def check_workers(trainer: Trainer, data: TargetDataModule) -> None:
-    """Raise `InputError` for workers that would feel each other; needs no LM."""
+    """Raise `InputError` for workers that would not be independent; needs no LM."""
     if trainer.world_size > 1 and data.load_options.device_map is not None:
         raise InputError(
             "Expected `trainer.devices` to be 1 with `data.load.device_map`, but the run has "
@@ -95,9 +95,6 @@ def check_workers(trainer: Trainer, data: TargetDataModule) -> None:
 
 def check_settings(
     prompt_length: int,
-    steps: int,
-    token_budget: int | None,
-    eval_every: int | None,
     fluency: float,
     norm_gradient_scale: float | None,
     allowed_tokens: AllowedTokens | None,
@@ -105,8 +102,6 @@ def check_settings(
     """Raise `InputError` for arguments of an inverter that make no sense."""
     if allowed_tokens is not None:
         check_allowed_tokens(allowed_tokens)
-    check_at_least_one("model", prompt_length=prompt_length, steps=steps)
-    check_at_least_one("model", eval_every=eval_every, token_budget=token_budget)
     if norm_gradient_scale is not None:
         check_positive("model", norm_gradient_scale=norm_gradient_scale)
     if not 0 <= fluency < float("inf"):
@@ -120,13 +115,9 @@ def check_settings(
 
 def check_precision(precision: str | int | None) -> None:
     """Raise `InputError` unless a precision, as user or Lightning write it, keeps Z in float32."""
-    if precision in ("16-true", "bf16-true"):
-        raise InputError(
-            f"Expected `trainer.precision` to keep Z in float32, but got {precision}: "
-            "Z's gradients would vanish. For a smaller LM set `data.dtype` instead."
-        )
     if precision not in (None, 32, "32", "32-true", 16, "16", "16-mixed", "bf16", "bf16-mixed"):
         raise InputError(
-            "Expected `trainer.precision` to be 32-true, bf16-mixed or 16-mixed, but got "
-            f"{precision}. The LM's own dtype is `data.dtype`; Z follows it to float64."
+            "Expected `trainer.precision` to be 32-true, bf16-mixed or 16-mixed, which keep Z in "
+            f"float32, but got {precision}. The LM's own dtype is `data.dtype`; Z follows it to "
+            "float64."
         )

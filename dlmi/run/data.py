@@ -91,12 +91,12 @@ class TargetDataModule(LightningDataModule):
         self.compile = compile
         self.source = targets
         self.share = share
+        self.targets: list[Target] = []  # in order; there after `setup`
         self._lm: FrozenLM | None = None
-        self._targets: list[Target] = []
 
     @classmethod
     def of(cls, lm: FrozenLM, targets: Sequence[Target], **options: Any) -> "TargetDataModule":
-        """Of an LM and targets that are there already; options: `batch_size` and the like."""
+        """From an LM and targets; `options` are `batch_size` and others of the constructor."""
         data = cls(lm=lm.name, **options)
         data._take(lm, list(targets))
         return data
@@ -107,11 +107,6 @@ class TargetDataModule(LightningDataModule):
         if self._lm is None:
             raise RuntimeError("The LM is loaded by `setup` (or `load`), which has not run yet.")
         return self._lm
-
-    @property
-    def targets(self) -> list[Target]:
-        """All targets of the run, in order; there after `setup`."""
-        return self._targets
 
     def load(self, device: torch.device | str = "cpu") -> None:
         """Load the LM and make the targets, once."""
@@ -132,22 +127,22 @@ class TargetDataModule(LightningDataModule):
         if lm.is_spread and self.compile:
             raise InputError(
                 "Expected `data.compile` to be false for an LM that is spread by "
-                "`data.load.device_map`, but it is true: each layer is cut off by a hook."
+                "`data.load.device_map`, but it is true: hooks break the graph at each layer."
             )
         lm.compile_passes = self.compile
         lm.rows_per_pass = self.rows_per_pass
-        self._lm, self._targets = lm, share_prefix(targets)
+        self._lm, self.targets = lm, share_prefix(targets)
 
     def share_targets(self, workers: Workers) -> None:
-        """Take worker 0's targets: those drawn by rank could differ between kinds of devices."""
-        shared = workers.broadcast([target.to_json() for target in self._targets])
+        """Take worker 0's targets: drawn by rank, they could differ between kinds of devices."""
+        shared = workers.broadcast([target.to_json() for target in self.targets])
         if workers.index:
-            self._targets = share_prefix([Target.from_json(target) for target in shared])
+            self.targets = share_prefix([Target.from_json(target) for target in shared])
 
     def setup(self, stage: str) -> None:
-        """Lightning's hook: load onto this worker's device."""
+        """Load onto this worker's device."""
         self.load(self.trainer.strategy.root_device if self.trainer else "cpu")
 
     def train_dataloader(self) -> "itertools.count[int]":
-        """Endless ticks: the slots hold the data, a tick is one optimisation step of them all."""
+        """Endless: the slots hold the data, and a batch is one step of all slots."""
         return itertools.count()

@@ -9,9 +9,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 def run_folder(trainer: Trainer) -> Path:
     """Where a run writes its rows, its config and its checkpoints.
 
-    That of the first logger. One that has no folder for each of its runs, as W&B's, gets what
-    Lightning gives its checkpoints: a folder by project and version. Without a logger it is
-    `default_root_dir`.
+    It is the folder of the first logger; for a logger without one, such as W&B's, a folder by
+    project and version, as Lightning's checkpoints have; without a logger `default_root_dir`.
     """
     root = Path(trainer.default_root_dir)
     if not trainer.loggers or is_trial(trainer):
@@ -19,7 +18,7 @@ def run_folder(trainer: Trainer) -> Path:
     logger = trainer.loggers[0]
     if isinstance(logger, TensorBoardLogger | CSVLogger):
         return Path(trainer.log_dir or root)
-    _ = getattr(logger, "experiment", None)  # some know their version only once it is made
+    _ = getattr(logger, "experiment", None)  # some loggers make their version with it
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     folder = Path(logger.save_dir or root) / str(logger.name) / version
     return Path(trainer.strategy.broadcast(str(folder)))

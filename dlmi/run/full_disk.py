@@ -1,7 +1,7 @@
-"""A full disk ends a run even where only a thread in the background has met it.
+"""A full disk that only a background thread has met ends the run.
 
 TensorBoard writes in a thread of its own. When that thread dies of a full disk, the main thread may
-wait for it for ever, so it is told by a signal.
+wait for it for ever, so the error is passed on by a signal.
 """
 
 import signal
@@ -12,7 +12,7 @@ from dlmi.errors import is_disk_full
 
 
 def watch_threads() -> None:
-    """From now on a full disk that a thread meets is raised in the main thread. Call it there."""
+    """Raise a full disk that any thread meets in the main thread. Call it there."""
     show = threading.excepthook
     met: list[BaseException] = []
 

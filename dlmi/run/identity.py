@@ -1,4 +1,4 @@
-"""Where a run was measured, and what makes it the same run: rows of another are refused."""
+"""Where a run was measured, and what makes it the same run when it goes on."""
 
 import importlib.metadata
 import platform
@@ -10,7 +10,7 @@ from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.rows import Inversion
 from dlmi.version import __version__
 
-_FORMAT = 2  # of checkpoints; before it was counted, methods were LightningModules themselves
+_FORMAT = 2  # of checkpoints; those without a number were of methods that were LightningModules
 
 
 def describe_environment(lm: FrozenLM) -> dict[str, Any]:
@@ -44,11 +44,10 @@ def run_identity(
 
 def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise `InputError` unless the identity that a checkpoint holds is that of the run."""
-    if saved.get("format") != identity["format"]:
+    if saved.get("format") != _FORMAT:
         raise InputError(
             "Expected `ckpt_path` to come from this version of dlmi, but it was made by an earlier "
-            "one, whose checkpoints cannot be continued. Finish that run with the version that "
-            "began it, or start anew without `ckpt_path`."
+            "one. Finish that run with its own version, or start anew without `ckpt_path`."
         )
     way_out = "Resume with the run's own config.yaml, or start anew without `ckpt_path`."
     _check_same(saved, identity, "`ckpt_path`", way_out)
@@ -56,9 +55,9 @@ def check_checkpoint(saved: dict[str, Any], identity: dict[str, Any]) -> None:
 
 def check_row(row: Inversion, identity: dict[str, Any]) -> None:
     """Raise `InputError` unless a row of the run's folder could have come from this run."""
-    allowed_ids = identity["model.allowed_tokens as ids"]  # which no row knows
+    allowed_ids = identity["model.allowed_tokens as ids"]  # not in a row
     found = run_identity(row.method, row.settings, vars(row), allowed_ids)
-    if identity["model.pass_dtype"] == "auto":  # it holds what was chosen
+    if identity["model.pass_dtype"] == "auto":  # a row holds what was chosen
         found["model.pass_dtype"] = "auto"
     what = f"the row of {row.target_id} in the run's folder"
     _check_same(found, identity, what, "Go on with the run's own settings, or in another folder.")

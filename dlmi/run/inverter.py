@@ -1,22 +1,17 @@
-"""The inverter: a LightningModule that leads a queue of targets through its slots.
+"""The inverter: a LightningModule that inverts a queue of targets, one in each of its slots.
 
-It owns one small module per target in flight, `prompts.i = {Z, Phi}`, and nothing else; the LM
-belongs to the data module, the equations to the method. A training step is one step of every slot
-in flight. A slot that is done reports its row and takes the next target of a queue that all workers
-share.
+Its only parameters are those of the slots, `prompts.i = {Z, Phi}`; the LM belongs to the data
+module, the equations to the method. A training step is one step of every slot. A slot whose target
+has ended reports a row and takes the next target of a queue that all workers share.
 """
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer
 
-from dlmi.errors import InputError
+from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.pass_dtype import PassDType, pass_copy
 from dlmi.lm.precision import drop_gradient_scaler
@@ -36,14 +31,14 @@ from dlmi.run.workers.strategy import workers_of
 from dlmi.run.workers.workers import Workers
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.fluency import Fluency
-from dlmi.targets.target import Target, fingerprint_targets, with_start_ids
+from dlmi.targets.target import fingerprint_targets, with_start_ids
 from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens
 from dlmi.tokens.vocabulary import Vocabulary, token_sets_of
 
 
-class Inverter(LightningModule):
-    """Inverts a queue of targets by a method. Final: methods are given to it.
+class Inverter(SlotPool):
+    """Inverts a queue of targets by a method.
 
     Args:
         method: How prompts are found.
@@ -68,13 +63,10 @@ class Inverter(LightningModule):
         seed: With the target's id it fixes all draws. On the command line: `seed_everything`.
 
     Attributes:
-        vocabulary: Tokens that prompts may hold, by column of Z; there after `setup`.
-        engine: Sends prompts through the LM; there after `setup`.
-        prompts: The parameters of each slot, by name.
         workers: The processes of the run.
-        finished: Rows of this worker; on worker 0, those of all, as they come in.
+        finished: Rows of this worker; on worker 0, those of all workers so far.
         folder: Where the run's files go.
-        stop_requested: Set by anyone who wants the run to end after its step.
+        stop_requested: Set it to end the run after its step.
     """
 
     def __init__(
@@ -93,15 +85,14 @@ class Inverter(LightningModule):
         pass_dtype: PassDType | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(method, prompt_length, fluency, seed)
         own = method.defaults()
         steps = own.steps if steps is None else steps
         eval_every = own.eval_every if eval_every is None else eval_every
-        numbers = (prompt_length, steps, token_budget, eval_every, fluency, norm_gradient_scale)
-        check_settings(*numbers, allowed_tokens)
+        counts = {"steps": steps, "token_budget": token_budget, "eval_every": eval_every}
+        check_at_least_one("model", prompt_length=prompt_length, **counts)
+        check_settings(prompt_length, fluency, norm_gradient_scale, allowed_tokens)
         self.save_hyperparameters(ignore=["method"])  # an object would make checkpoints unreadable
-        self.method = method
-        self.prompt_length = prompt_length
         self.steps = steps
         self.token_budget = token_budget
         self.eval_every = eval_every
@@ -109,20 +100,11 @@ class Inverter(LightningModule):
         self.prompt_bos = prompt_bos
         self.allowed_tokens = allowed_tokens
         self.forbid_target_tokens = forbid_target_tokens
-        self.fluency = fluency
         self.norm_gradient_scale = norm_gradient_scale
         self.pass_dtype: PassDType | None = pass_dtype
-        self.seed = seed
-        self.prompts = nn.ModuleList()
-        self.workers = Workers.alone()
+        self.workers = Workers()
         self.finished: list[Inversion] = []
-        self.folder = Path()
         self.stop_requested = False
-        self._targets: list[Target] = []
-        self._waiting: Iterator[Target] = iter(())
-        self._finished_ids: set[str] = set()
-
-    # ---- what others look at
 
     @property
     def data(self) -> TargetDataModule:
@@ -138,16 +120,6 @@ class Inverter(LightningModule):
         return self.data.lm
 
     @property
-    def slots(self) -> list[Slot | None]:
-        """The targets in flight; None where there is none."""
-        return self._pool.slots if hasattr(self, "_pool") else []
-
-    @property
-    def active(self) -> list[Slot]:
-        """The slots in flight."""
-        return [slot for slot in self.slots if slot is not None]
-
-    @property
     def unfinished(self) -> int:
         """How many targets have no final row yet, as far as this worker knows."""
         done = {row.target_id for row in self.finished if row.stop_reason != "interrupted"}
@@ -155,22 +127,19 @@ class Inverter(LightningModule):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of the run and of its method as a JSON file has them.
+        """All arguments of the run and of its method; those left to the method are filled in.
 
-        Values that the run takes from its method are filled in. `precision` is that of the training
-        passes, None for the LM's own dtype, which all measurements are in.
+        `precision` is that of training passes; None is the LM's own dtype, as in measurements.
         """
         own = settings_of(self.method)
         settings = {**own, **{name: getattr(self, name) for name in _ARGUMENTS}}
         if self.norm_gradient_scale is None:
             settings["norm_gradient_scale"] = own.get("norm_gradient_scale", 1.0)
-        if hasattr(self, "engine"):
-            settings["pass_dtype"] = self.engine.pass_dtype
         precision = self.trainer.precision
         return {**settings, "precision": None if precision == "32-true" else precision}
 
     def check(self, trainer: Trainer, data: TargetDataModule) -> None:
-        """Raise `InputError` for what cannot run; before `setup`, no other worker tells it too."""
+        """Raise `InputError` for what cannot run; also called before other workers are started."""
         self._targets = with_start_ids(data.targets, (data.lm.bos_id,) if self.prompt_bos else ())
         sets = token_sets_of(self.allowed_tokens, self.method.defaults().token_sets)
         self.vocabulary = Vocabulary(data.lm, sets, self.forbid_target_tokens)
@@ -180,114 +149,67 @@ class Inverter(LightningModule):
     # ---- Lightning's hooks, in the order of a run
 
     def setup(self, stage: str) -> None:
-        """Share the targets, refuse what cannot run, and forget an earlier fit."""
+        """Share the targets, check the run, and reset what an earlier fit left."""
         self.workers = workers_of(self.trainer.strategy)
         self.data.share_targets(self.workers)
         self.check(self.trainer, self.data)
         fluency = Fluency(self.vocabulary, self.fluency) if self.fluency else None
         count = min(self.data.batch_size, -(-len(self._targets) // self.workers.size))
+        self.slots = [None] * count
         self.engine = Engine(self.vocabulary, fluency, self.norm_gradient_scale, count)
         self.engine.read_with(pass_copy(self.lm, self.pass_dtype))
         self.budget = Budget(
             self.steps,
             self.token_budget,
-            self.prompt_length,
             self.method.num_last_prompts,
-            self.engine.lm.can_share,
             self.eval_every,
             tuple(self.decode_at),
         )
-        self._pool = SlotPool(
-            self.method,
-            self.engine,
-            self.vocabulary,
-            self.budget,
-            self.seed,
-            can_narrow=not self.fluency,
-            params_of=lambda index: dict(cast(nn.ParameterDict, self.prompts[index]).items()),
-            optimizers=lambda: self.trainer.optimizers,
-            slots=[None] * count,
-        )
-        self._pool.check_budget(self._targets)
+        self.check_budget(self._targets)
         self.folder = run_folder(self.trainer)
-        self.finished, self._finished_ids, self._resume = [], set(), Resume()
+        self.finished, self._resume, self.stop_requested = [], Resume(), False
         self._solved_groups: set[str | None] = set()
         target_set = fingerprint_targets(self.data.targets)
         self._environment = {**describe_environment(self.lm), "target_set": target_set}
-        method, allowed_ids = type(self.method).__name__, self.vocabulary.fingerprint()
-        settings = {**self.settings, "pass_dtype": self.pass_dtype}
-        self.identity = run_identity(method, settings, self._environment, allowed_ids)
+        name, allowed_ids = type(self.method).__name__, self.vocabulary.fingerprint()
+        self.identity = run_identity(name, self.settings, self._environment, allowed_ids)
         drop_gradient_scaler(self.trainer)
-        self.stop_requested = False
-
-    def configure_model(self) -> None:
-        """Make one set of parameters per slot; `start` fills them when a target arrives."""
-        if len(self.prompts) == len(self.slots):
-            return
-        # Z, softmax and loss are float32 whatever the LM is, and float64 if it is float64.
-        dtype = torch.promote_types(self.lm.dtype, torch.float32)
-        shapes = self.method.shapes(self.prompt_length, self.vocabulary)
-        self.prompts = nn.ModuleList()
-        for _ in self.slots:
-            tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-            self.prompts.append(nn.ParameterDict(tensors))
-
-    def configure_optimizers(self) -> Optimizer | None:
-        """The method's own; a search has none."""
-        parameters = list(self.parameters())
-        return self.method.optimizer(parameters) if parameters else None
 
     def on_train_start(self) -> None:
-        """Agree on what is left to do, targets in flight first, and fill the slots."""
-        finished_ids = {row.target_id for row in self.finished} | self._resume.finished_ids
-        waiting = [target.id for target in self._targets if target.id not in finished_ids]
+        """Agree with the other workers on what is left to do, and fill the slots.
+
+        Targets that were in flight when the run stopped come first.
+        """
+        done = {row.target_id for row in self.finished} | self._resume.finished_ids
+        waiting = [target.id for target in self._targets if target.id not in done]
         waiting.sort(key=lambda target_id: target_id not in self._resume)
         waiting = self.workers.broadcast(waiting)
         by_id = {target.id: target for target in self._targets}
-        self._finished_ids = by_id.keys() - set(waiting)
         own = self.workers.take_from([by_id[target_id] for target_id in waiting])
         self._waiting = (target for target in own if target.group not in self._solved_groups)
+        self._finished_ids = by_id.keys() - set(waiting)
         resumed = sum(target_id in self._resume for target_id in waiting)
         if self._finished_ids or resumed:
             self._tell("on_resume", len(self._finished_ids), resumed)
-        self._pool.refill(self._waiting, self._resume)
+        self.refill(self._waiting, self._resume)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before each step: decode what is due, report what is done, refill; stop when all is."""
+        """Before each step: decode what is due, report what has ended, refill, or stop the run."""
         self._settle()
         if self.active and not self.stop_requested:
-            self._pool.lap()
             self._tell("on_step_start", self.active)
-            self._pool.lap(is_charged=False)
+            self.lap(is_charged=False)
             return None
         self.trainer.should_stop = True
         return -1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One step of every slot. Summed, not averaged: no slot feels its batch mates."""
-        total = torch.zeros((), device=self.device, requires_grad=True)  # of no slot in particular
-        values: dict[torch.device, list[Tensor]] = {}  # a search has them on the CPU
-        for step in self._pool.step():
-            value = (step.loss if step.value is None else step.value).detach()
-            values.setdefault(value.device, []).append(value.to(total.dtype))
-            if step.loss.requires_grad:
-                total = total + step.loss.to(total)
-        if values:
-            found = torch.cat([torch.stack(own).to(total) for own in values.values()])
-            publish(self, {"train/loss": found.mean()}, on_beat=True)
-        return total
-
-    def on_after_backward(self) -> None:
-        """A target whose loss or gradient is not finite ends here; the others do not notice."""
-        self._pool.mark_failures()
-
     def on_train_end(self) -> None:
-        """Report what was cut short, by a signal or by the trainer's own limits."""
+        """Report the targets that a signal or the trainer's own limits have interrupted."""
         for slot in self.active:
             self._report(slot, "interrupted")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the slots' future depends on, by target; Lightning has it by place."""
+        """Save the slots by target; Lightning would save tensors by their place."""
         checkpoint["inversion"] = {
             "identity": self.identity,
             "pass_dtype": self.engine.pass_dtype,
@@ -297,7 +219,7 @@ class Inverter(LightningModule):
         checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it back, once it is sure that the checkpoint belongs to this run."""
+        """Take back the slots of all workers, if the checkpoint belongs to this run."""
         saved = checkpoint["inversion"]
         check_checkpoint(saved["identity"], self.identity)
         if self.pass_dtype == "auto":  # as on the machine where it began
@@ -308,28 +230,28 @@ class Inverter(LightningModule):
     # ---- the life of a slot
 
     def _settle(self) -> None:
-        """Decode what is due, report what is done and refill, until neither is left."""
-        self._pool.lap()
+        """Decode what is due, report what has ended and refill, until nothing is left to do."""
+        self.lap()
         while True:
             due = [slot for slot in self.active if self.budget.is_due(slot)]
             if due:
-                self._pool.evaluate(due)
+                self.evaluate(due)
                 publish(self, evaluation_scalars(due, self.active, self.finished))
                 self._tell("on_evaluation", due)
                 check_early_stopping(self.trainer, self)
-                self._pool.lap()
+                self.lap()
             done = [slot for slot in self.active if self.budget.stop_reason(slot)]
             if not (due or done):
                 return
             for slot in done:
                 if self.slots[slot.index] is slot:  # or another of its group was solved just now
                     self._finish(slot)
-            self._pool.refill(self._waiting, self._resume)
+            self.refill(self._waiting, self._resume)
 
     def _finish(self, slot: Slot) -> None:
-        """Report a slot and empty it; of a task that is solved, other tries leave without a row."""
+        """Report a slot and empty it; if it solves its group, the others leave without a row."""
         if self.budget.stop_reason(slot) == "budget" and self.method.num_last_prompts:
-            self._pool.try_last(slot)
+            self.try_last(slot)
         reason, group, leaving = self.budget.stop_reason(slot), slot.target.group, [slot]
         assert reason is not None
         self._report(slot, reason)
@@ -341,7 +263,8 @@ class Inverter(LightningModule):
             self.slots[each.index] = None
 
     def _report(self, slot: Slot, reason: str) -> None:
-        row = build_row(slot, reason, self.method, self.settings, self._environment)
+        settings = {**self.settings, "pass_dtype": self.engine.pass_dtype}  # the chosen one
+        row = build_row(slot, reason, self.method, settings, self._environment)
         self.finished.append(row)
         self._tell("on_target_end", row)
 

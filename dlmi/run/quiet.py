@@ -1,4 +1,4 @@
-"""A run with no files and no screen."""
+"""A run without files and without output on the screen."""
 
 import logging
 import warnings
@@ -22,7 +22,7 @@ def run_quietly(
     callbacks: Sequence[Callback] = (),
     max_time: timedelta | None = None,
 ) -> None:
-    """`Trainer.fit` that leaves no trace; after `max_time` no step but the first is begun."""
+    """`Trainer.fit` without files or output; after `max_time` only the first step is taken."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,23 +1,22 @@
-"""Slots on their way into a checkpoint and out of it again, one by one.
+"""Slots in a checkpoint, one by one.
 
-A slot's future depends on its own tensors, its optimiser's moments and its own numbers only, so it
-can go on in any slot of any worker: a run may be resumed with other slots, other workers or both.
+A slot depends only on its own tensors, their optimizer state and its own numbers, so it can go on
+in any slot of any worker: a run may be resumed with other slots, other workers or both.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dlmi.errors import InputError, first_line
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot, to_plain
-from dlmi.run.checkpoints import find_checkpoints, read_checkpoint
+from dlmi.run.checkpoints import broken_is_input_error, find_checkpoints, read_checkpoint
 
 # Attributes of a slot that a checkpoint holds under their own names, each of its declared type.
 _NAMES = (
@@ -30,6 +29,7 @@ _TYPES = get_type_hints(Slot)
 
 def pack_slot(slot: Slot, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """A slot as plain values and tensors; loads with `weights_only=True`."""
+    moments = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
     return {
         **{name: to_plain(getattr(slot, name)) for name in _NAMES},
         "trace": [to_plain(point) for point in slot.trace],
@@ -38,7 +38,7 @@ def pack_slot(slot: Slot, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         "rng": slot.rng.get_state(),
         "state": to_plain(slot.state),
         "params": {name: p.detach().clone() for name, p in slot.params.items()},
-        "moments": {name: _moments(optimizers, p) for name, p in slot.params.items()},
+        "moments": {name: dict(moments.get(p, {})) for name, p in slot.params.items()},
     }
 
 
@@ -63,23 +63,19 @@ class Resume:
     @classmethod
     def of_all_workers(cls, saved: Mapping[str, Any], path: Path) -> "Resume":
         """A loaded checkpoint, and those that other workers of the same run left beside it."""
-        with _broken_is_input_error():
-            found = [saved]
-            for other in find_checkpoints(path.parent):
-                if other.name != path.name:
-                    beside = read_checkpoint(other, mmap=True)["inversion"]
-                    if beside["identity"] == saved["identity"]:
-                        found.append(beside)
-            return cls(found)
+        others = [other for other in find_checkpoints(path.parent) if other.name != path.name]
+        with broken_is_input_error(str(path)):
+            found = [read_checkpoint(other, mmap=True)["inversion"] for other in others]
+            return cls([saved, *(o for o in found if o["identity"] == saved["identity"])])
 
     def __contains__(self, target_id: str) -> bool:
         return target_id in self._slots
 
     @torch.no_grad()
     def restore(self, slot: Slot, method: Method[Any], optimizers: Sequence[Optimizer]) -> None:
-        """Put a target back to work, in a slot that was opened for it."""
+        """Fill a slot that was opened for a target with what was saved of it."""
         saved = self._slots.pop(slot.target.id)
-        with _broken_is_input_error():
+        with broken_is_input_error(f"what it holds of target {slot.target.id}"):
             for name in _NAMES:
                 setattr(slot, name, msgspec.convert(saved[name], _TYPES[name]))
             slot.rng.set_state(saved["rng"])
@@ -88,45 +84,19 @@ class Resume:
             slot.trained_on = tuple(by_id[example_id] for example_id in saved["trained_on"])
             for name, parameter in slot.params.items():
                 parameter.copy_(saved["params"][name].view_as(parameter))
-                _set_moments(optimizers, parameter, saved["moments"][name])
+            for optimizer in optimizers:
+                _set_moments(optimizer, slot, saved["moments"])
 
 
-@contextlib.contextmanager
-def _broken_is_input_error() -> Iterator[None]:
-    """Whatever does not fit in what a checkpoint holds is the file's fault."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            "Expected `ckpt_path` to be a whole checkpoint of this run, but what it holds does not "
-            f"fit ({type(error).__name__}: {first_line(error)[:200]}). Give "
-            "another, or delete it: `--continue_run true` keeps the rows of the run's folder."
-        ) from error
-
-
-def _moments(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> dict[str, Any]:
-    for optimizer in optimizers:
-        if parameter in optimizer.state:
-            return dict(optimizer.state[parameter])
-    return {}
-
-
-def _set_moments(
-    optimizers: Sequence[Optimizer], parameter: nn.Parameter, moments: dict[str, Any]
-) -> None:
-    if any(
-        isinstance(m, Tensor) and m.shape not in ((), parameter.shape) for m in moments.values()
-    ):
-        raise ValueError("moments of another shape")
-    for optimizer in optimizers if moments else ():
-        for group in optimizer.param_groups:
-            if any(parameter is other for other in group["params"]):
-                on_host = () if group.get("fused") or group.get("capturable") else ("step",)
-                optimizer.state[parameter] = {
-                    key: value.to(parameter.device, copy=True)
-                    if isinstance(value, Tensor) and key not in on_host
-                    else value
-                    for key, value in moments.items()
-                }
+def _set_moments(optimizer: Optimizer, slot: Slot, moments: Mapping[str, dict[str, Any]]) -> None:
+    """Give a slot's tensors their optimizer state back; torch moves it to the right device."""
+    names = {id(parameter): name for name, parameter in slot.params.items()}
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for place, parameter in enumerate(parameters):
+        if (name := names.get(id(parameter))) and moments[name]:
+            for value in moments[name].values():
+                if isinstance(value, Tensor) and value.shape not in ((), parameter.shape):
+                    raise ValueError(f"optimizer state of shape {tuple(value.shape)}")
+            state["state"][place] = copy.deepcopy(moments[name])  # may be a file in memory
+    optimizer.load_state_dict(state)

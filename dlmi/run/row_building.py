@@ -1,4 +1,4 @@
-"""From a slot that is done with to its result row."""
+"""The result row of a slot whose target has ended."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ METRICS: dict[str, Callable[[FrozenLM, Target, Evaluation], float | None]] = {
     "overlap_ratio": lambda lm, target, best: overlap_ratio(best.prompt_ids, target.ids),
     "target_hit_ratio": lambda lm, target, best: target_hit_ratio(best.prompt_ids, target.ids),
 }
-# Those that are columns of their own as well.
+# Those that are columns of a row as well.
 _COLUMNS = ("round_trip_lcs", "prompt_perplexity", "overlap_ratio", "target_hit_ratio")
 
 
@@ -37,9 +37,9 @@ def build_row(
     settings: dict[str, Any],
     environment: dict[str, Any],
 ) -> Inversion:
-    """The row of a slot that is done with: its best prompt, how it fared and where it ran.
+    """The row of a slot: its best prompt, decoded alone, and its measures.
 
-    `environment` is the columns that say where it was measured, and on which targets.
+    `environment` holds the columns that say where it was measured, and on which targets.
     """
     lm, target, last = slot.tokens.lm, slot.target, slot.last
     assert slot.best is not None
@@ -50,7 +50,7 @@ def build_row(
     matrix: LCSMatrix = {}
     rank_one_rate = None
     held_out: tuple[ExampleResult, ...] = ()
-    if stop_reason in ("solved", "budget"):  # whoever presses Ctrl-C waits for this
+    if stop_reason in ("solved", "budget"):  # not after Ctrl-C, which should end soon
         matrix, rank_one_rate = measure_forms(
             slot.tokens,
             torch.tensor(prompt_ids),
@@ -118,7 +118,7 @@ def _token_texts(lm: FrozenLM, ids: Sequence[int]) -> tuple[str, ...]:
 def _results(
     lm: FrozenLM, examples: Sequence[Example], evaluation: Evaluation
 ) -> tuple[ExampleResult, ...]:
-    """How a prompt did on each example, from what the LM said after it in all of them."""
+    """The result of a prompt on each example."""
     written = evaluation.reasoning_ids or ((),) * len(examples)
     said = split(examples, evaluation.output_ids)
     return tuple(

@@ -1,4 +1,4 @@
-"""The numbers of a run as Lightning's callbacks and loggers see them."""
+"""The numbers of a run for Lightning's callbacks and loggers."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -16,7 +16,7 @@ def evaluation_scalars(
 ) -> dict[str, float]:
     """Means over the slots just decoded; `eval/best_lcs` is over all targets begun.
 
-    If targets that are done did not count there, success would lower it.
+    Without finished targets, `eval/best_lcs` would fall whenever a target is solved.
     """
     latest = [slot.last for slot in decoded if slot.last is not None]
     values: dict[str, list[float]] = {
@@ -34,27 +34,25 @@ def evaluation_scalars(
     return {f"eval/{name}": fmean(found) for name, found in values.items() if found}
 
 
+def is_log_step(trainer: Trainer) -> bool:
+    """Whether loggers get the numbers of this step, by `log_every_n_steps`."""
+    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return (trainer.global_step + 1) % every_n_steps == 0
+
+
 def publish(
-    module: LightningModule, scalars: Mapping[str, float | Tensor], on_beat: bool = False
+    module: LightningModule, scalars: Mapping[str, float | Tensor], to_loggers: bool = True
 ) -> None:
-    """Give scalars to callbacks and to every logger, at the step of the run.
+    """Give scalars to callbacks and to all loggers, at the step of the run.
 
-    Left to itself Lightning would give loggers the values of an evaluation on its own beat, at
-    another step, and never those of the last one, which no step follows. It would add a chart of
-    the epoch, which is 0 throughout.
-
-    Args:
-        module: Whose they are.
-        scalars: By their tags.
-        on_beat: Whether loggers get them only every `log_every_n_steps`.
+    `LightningModule.log` alone would give loggers an evaluation at a later step, never the last
+    one, and a chart of the epoch, which is always 0.
     """
     module.log_dict(dict(scalars), logger=False, batch_size=1)
     trainer = module.trainer
-    every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if on_beat and (trainer.global_step + 1) % every_n_steps:
-        return
-    assert trainer.callback_metrics is not None  # reading it is what brings it up to date
-    for logger in trainer.loggers:
+    if to_loggers:
+        assert trainer.callback_metrics is not None  # reading it updates it
+    for logger in trainer.loggers if to_loggers else ():
         logger.log_metrics({n: float(v) for n, v in scalars.items()}, trainer.global_step)
 
 
@@ -67,7 +65,7 @@ def check_early_stopping(trainer: Trainer, module: LightningModule) -> None:
     measured = trainer.callback_metrics
     for callback in trainer.early_stopping_callbacks:
         if callback is None or (callback.monitor not in measured and "train/loss" not in measured):
-            continue  # before the first step some are not known yet
+            continue  # before the first step not all metrics are known
         if callback.monitor not in measured and callback.strict:
             raise InputError(
                 f"Expected EarlyStopping to monitor one of {', '.join(sorted(measured))}, but got "

@@ -440,9 +440,9 @@ def test_a_target_costs_what_the_lm_saw(method, prompt_bos, data, fit, monkeypat
 def test_share_used_is_the_larger_of_the_two(tiny):
     slot = open_slot(Vocabulary(tiny), Target.single("t", (5,), ""))
     slot.step, slot.cost = 5, Cost(30, 20)
-    assert Budget(10, None, 5).share_used(slot) == 0.5
-    assert Budget(10, 60, 5).share_used(slot) == pytest.approx(50 / 60)
-    assert Budget(10, 40, 5).share_used(slot) == 1
+    assert Budget(10).share_used(slot) == 0.5
+    assert Budget(10, 60).share_used(slot) == pytest.approx(50 / 60)
+    assert Budget(10, 40).share_used(slot) == 1
 
 
 def test_a_slot_has_a_seed_for_each_step_and_purpose(tiny):

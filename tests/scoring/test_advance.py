@@ -10,7 +10,7 @@ from helpers.slots import MadeUp, begin, open_slot, take_steps
 
 from dlmi import load_lm
 from dlmi.lm.memory import RowsPerPass
-from dlmi.run.budget import Budget
+from dlmi.run.budget import Budget, most_evaluated
 from dlmi.run.slot_pool import SlotPool
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.passes import Account, Cost, Pass, advance
@@ -193,8 +193,8 @@ def test_an_evaluation_costs_what_the_lm_saw(context, kind, model_folder):
     vocabulary = Vocabulary(lm)
     engine = Engine(vocabulary)
     assert lm.can_pack == (kind == "llama")  # what finds that out reads tokens too
-    budget = Budget(9, None, 6, can_share=lm.can_share)
-    pool = SlotPool(METHODS["dlmi"], engine, vocabulary, budget, 0, True, dict, list)
+    pool = SlotPool(METHODS["dlmi"], 6)
+    pool.engine, pool.budget = engine, Budget(9)
     costs = set()
     for last in range(3, 13):
         target = Target.single("t", (5, 9, 11, last), "", CONTEXTS[context])
@@ -202,9 +202,9 @@ def test_an_evaluation_costs_what_the_lm_saw(context, kind, model_folder):
         slot.found_ids = torch.arange(last, last + 6)
         with counted_calls(lm) as calls:
             pool.evaluate([slot])
-        assert slot.cost.total == sum(calls.tokens) <= budget.most_evaluated(slot)
+        assert slot.cost.total == sum(calls.tokens) <= most_evaluated(slot)
         if slot.last.output_ids[0] != 5:  # wrong from the first token on
-            assert slot.cost.total == budget.most_evaluated(slot)
+            assert slot.cost.total == most_evaluated(slot)
         costs.add(slot.cost.total)
         engine.prefixes = PrefixStore(lm, 4)
     assert costs

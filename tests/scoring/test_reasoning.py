@@ -17,7 +17,7 @@ from dlmi.jsonl import build
 from dlmi.methods import DLMI, GCG
 from dlmi.metrics import lcs_ratio
 from dlmi.rows import Inversion, read_rows
-from dlmi.run.budget import Budget
+from dlmi.run.budget import Budget, most_reasoned
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.slot_pool import SlotPool
 from dlmi.scoring.engine import Engine
@@ -104,12 +104,13 @@ def loss_by_hand(lm, example, prompt_ids):
 def prepare(slot, lm, budget, prompt_ids=PROMPT):
     """Prepare a step of a method that stands for a given prompt."""
     method = SimpleNamespace(prompt_ids=lambda slot, state: torch.tensor(prompt_ids))
-    engine = SimpleNamespace(lm=lm)
-    return SlotPool(method, engine, None, budget, 0, True, dict, list).prepare(slot)
+    pool = SlotPool(method, len(PROMPT))
+    pool.engine, pool.budget = SimpleNamespace(lm=lm), budget
+    return pool.prepare(slot)
 
 
 def reason(lm, slot, prompt_ids=PROMPT):
-    assert prepare(slot, lm, Budget(10, None, len(prompt_ids)), prompt_ids)
+    assert prepare(slot, lm, Budget(10), prompt_ids)
 
 
 def new_slot(lm, prompt_bos=False):
@@ -215,13 +216,13 @@ def test_the_same_prompt_is_reasoned_about_once(tiny):
 
 def test_reasoning_that_the_budget_does_not_cover_is_not_written(tiny):
     slot = new_slot(tiny)
-    enough = Budget(10, 10**6, len(PROMPT))
-    least = enough.reserve(slot) + enough.most_reasoned(slot.examples)
-    assert not prepare(slot, tiny, Budget(10, least - 1, len(PROMPT)))
+    enough = Budget(10, 10**6)
+    least = enough.reserve(slot) + most_reasoned(slot, slot.examples)
+    assert not prepare(slot, tiny, Budget(10, least - 1))
     assert slot.is_spent
     assert (slot.reasoning, slot.cost) == ({}, Cost())
-    assert prepare(slot, tiny, Budget(10, least, len(PROMPT)))
-    assert 0 < slot.cost.total <= enough.most_reasoned(unwritten(slot))
+    assert prepare(slot, tiny, Budget(10, least))
+    assert 0 < slot.cost.total <= most_reasoned(slot, unwritten(slot))
 
 
 def test_examples_without_their_reasoning_are_not_read(tiny):

@@ -89,7 +89,7 @@ def test_entropy_of_a_row_with_barred_tokens():
 def test_what_does_not_survive_is_best_only_where_nothing_does(tiny):
     slot = open_slot(Vocabulary(tiny), Target.single("t", (5,), "t"))
     broken = Evaluation(0, (2, 3), (5,), 1.0, discrete_loss=0.1, margin=0.0, is_eligible=False)
-    budget = Budget(10, None, 2)
+    budget = Budget(10)
     slot.record(broken)
     assert slot.best is broken
     assert budget.stop_reason(slot) is None

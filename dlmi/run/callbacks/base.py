@@ -1,4 +1,4 @@
-"""Hooks of an inversion run, beside Lightning's own. Callbacks observe: none changes a result."""
+"""Hooks of an inversion run, besides Lightning's own. Callbacks change no result."""
 
 from lightning.pytorch import Callback, Trainer
 
@@ -8,14 +8,9 @@ from dlmi.run.inverter import Inverter
 
 
 class InversionCallback(Callback):
-    """Base of callbacks that follow targets rather than batches.
+    """Base of callbacks that follow targets rather than batches."""
 
-    Attributes:
-        continues: Whether the run goes on in a folder that holds what an earlier part of it wrote,
-            even where it left no checkpoint.
-    """
-
-    continues = False
+    continues = False  # whether the run goes on in a folder with rows, with or without a checkpoint
 
     def on_resume(self, trainer: Trainer, module: Inverter, kept: int, resumed: int) -> None:
         """Before the first step of a run that goes on: targets done, and those in a checkpoint."""
@@ -27,4 +22,4 @@ class InversionCallback(Callback):
         """Before a step of the slots in flight; no target is charged for the time it takes."""
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
-        """When a target of this worker is done with, before its slot is reused."""
+        """When a target of this worker ends, before its slot is reused."""

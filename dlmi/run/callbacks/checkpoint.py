@@ -1,4 +1,4 @@
-"""Checkpoints: on a beat, on a signal, and when the trainer's own limits end a run early."""
+"""Checkpoints: at intervals, on a signal, and when the trainer's own limits end a run early."""
 
 import signal
 from datetime import timedelta
@@ -41,20 +41,17 @@ class RunCheckpoint(ModelCheckpoint):
             every_n_train_steps=every_n_steps,
         )
         self.signal: signal.Signals | None = None
-        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}  # those before the run's own
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write whole checkpoints only, each worker its own."""
+        """Choose this worker's file and how it is written."""
         super().setup(trainer, pl_module, stage)
         trainer.strategy.checkpoint_io = AtomicCheckpoints()
         self.filename = Path(checkpoint_name(trainer.global_rank)).stem
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: there is one file, and a resumed run may choose another beat."""
+        """Nothing: there is one file, and a resumed run may save at other intervals."""
         return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to take back."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for signals."""
@@ -68,35 +65,34 @@ class RunCheckpoint(ModelCheckpoint):
                 # Not Ctrl-C again, which a terminal sends to all.
                 trainer.strategy.launcher.kill(signal.SIGTERM)
             if signum == signal.SIGINT:
-                signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
+                signal.signal(signal.SIGINT, self._handlers[signal.SIGINT])
                 if trainer.is_global_zero:
                     screen = Console(stderr=True)
                     screen.print("\nStopping after this step; Ctrl-C again stops at once.")
 
         try:
             for signum in _SIGNALS:
-                self._previous_handlers[signum] = signal.signal(signum, request_stop)
-        except ValueError:  # not the main thread: whoever owns it handles signals
-            self._previous_handlers = {}
+                self._handlers[signum] = signal.signal(signum, request_stop)
+        except ValueError:  # not the main thread, where signals are handled
+            self._handlers = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Save what is unfinished; worker 0's file is where a run of several goes on from."""
+        """Save what is unfinished; a run of several workers goes on from worker 0's file."""
         super().on_train_end(trainer, pl_module)
         workers = pl_module.workers
-        if is_trial(trainer):
-            return
-        if pl_module.active or (workers.size > 1 and workers.index == 0):
-            path = Path(self.dirpath or trainer.default_root_dir) / checkpoint_name(workers.index)
-            trainer.save_checkpoint(path, weights_only=False)  # with the slots' moments
+        leads_others = workers.size > 1 and workers.index == 0
+        if (pl_module.active or leads_others) and not is_trial(trainer):
+            path = Path(str(self.dirpath)) / checkpoint_name(workers.index)
+            trainer.save_checkpoint(path, weights_only=False)  # with the optimizer's state
 
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Say how to go on, once all workers of this machine are done; give the signals back."""
+        """Restore the signal handlers; print how to resume once all workers here are done."""
         super().teardown(trainer, pl_module, stage)
-        self._give_signals_back()
+        self._restore_handlers()
         was_stopped = pl_module.active or pl_module.stop_requested
         why = pl_module.workers.ended() or ("stopped" if was_stopped else None)
         if why and pl_module.unfinished and trainer.is_global_zero and not is_trial(trainer):
-            folder = Path(self.dirpath or trainer.default_root_dir)
+            folder = Path(str(self.dirpath))
             text = (
                 f"{why}: {pl_module.unfinished} targets are not finished; those in flight are "
                 f"saved. Resume with:\n  python -m dlmi fit --config "
@@ -108,11 +104,11 @@ class RunCheckpoint(ModelCheckpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the signals back: Lightning tears nothing down after an error."""
+        """Restore the signal handlers: Lightning calls no `teardown` after an error."""
         super().on_exception(trainer, pl_module, exception)
-        self._give_signals_back()
+        self._restore_handlers()
 
-    def _give_signals_back(self) -> None:
-        for signum, handler in self._previous_handlers.items():
+    def _restore_handlers(self) -> None:
+        for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
-        self._previous_handlers = {}
+        self._handlers = {}

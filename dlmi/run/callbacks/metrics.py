@@ -1,4 +1,4 @@
-"""What loggers get beside the inverter's own scalars: curves by target, pictures, texts."""
+"""What loggers get besides the inverter's own scalars: curves by target, histograms, texts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
-from dlmi.run.scalars import publish
+from dlmi.run.scalars import is_log_step, publish
 from dlmi.text import escape_markdown, marked_markdown, token_texts, visible
 
-# Means over finished rows. That of the perplexity is geometric: random tokens span magnitudes.
+# Means over finished rows. The perplexity's is geometric: random tokens span magnitudes.
 _MEANS: dict[str, Callable[[Inversion], float | None]] = {
     "mean_lcs": lambda row: row.lcs,
     "exact_rate": lambda row: row.exact,
@@ -27,8 +27,6 @@ _MEANS: dict[str, Callable[[Inversion], float | None]] = {
     "mean_overlap": lambda row: row.overlap_ratio,
     "mean_prompt_perplexity": lambda row: row.prompt_perplexity and math.log(row.prompt_perplexity),
 }
-
-
 # What belongs in one chart, for TensorBoard's page "Custom Scalars"; tags are regular expressions.
 _LAYOUT = {
     "dlmi": {
@@ -43,7 +41,7 @@ _MOST_CURVES = 25  # more lines in one chart cannot be told apart
 
 
 class TensorBoardDetails(InversionCallback):
-    """What a run shows beside the scalars of the inverter itself; pictures for TensorBoard alone.
+    """Curves by target and cost for any logger; for TensorBoard also histograms and texts.
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
     run, except `best_lcs`, which counts all targets begun. Those under `finished/` run over the
@@ -61,68 +59,67 @@ class TensorBoardDetails(InversionCallback):
         self._evaluations = 0
         self._counted = 0  # rows
         self._means = {name: MeanMetric() for name in _MEANS}
-        self._curves: set[str] = set()  # ids
 
     def setup(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Hyperparameters, so that loggers have them: Lightning knows no method."""
-        self._curves = {target.id for target in pl_module.data.targets[:_MOST_CURVES]}
+        """Log the hyperparameters with the method's, which Lightning does not know."""
         for logger in trainer.loggers:
             logger.log_hyperparams(_hyperparameters(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """How TensorBoard is to lay out its page of charts."""
-        for logger in _tensorboards(trainer):
-            logger.experiment.add_custom_scalars(_LAYOUT)
+        """Set the layout of TensorBoard's charts."""
+        for board in _tensorboards(trainer):
+            board.experiment.add_custom_scalars(_LAYOUT)
 
     def on_before_optimizer_step(  # type: ignore[override]
         self, trainer: Trainer, pl_module: Inverter, optimizer: Optimizer
     ) -> None:
         """Gradient norm of each kind of parameter, averaged over the slots in flight."""
-        every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (trainer.global_step + 1) % every_n_steps:
-            return
-        norms: dict[str, list[Tensor]] = {}
-        for slot in pl_module.active:
-            for name, parameter in slot.params.items():
-                if parameter.grad is not None:
-                    norms.setdefault(name, []).append(parameter.grad.norm())
-        means = {f"train/grad_norm_{n}": torch.stack(found).mean() for n, found in norms.items()}
-        publish(pl_module, means, on_beat=True)
+        if is_log_step(trainer):
+            norms: dict[str, list[Tensor]] = {}
+            for slot in pl_module.active:
+                for name, parameter in slot.params.items():
+                    if parameter.grad is not None:
+                        norms.setdefault(f"train/grad_norm_{name}", []).append(
+                            parameter.grad.norm()
+                        )
+            publish(pl_module, {name: torch.stack(found).mean() for name, found in norms.items()})
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Curves with an axis of their own, histograms of the slots just decoded, their texts."""
         cost = sum(slot.cost.total for slot in slots) // len(slots)
         best = float(trainer.callback_metrics["eval/best_lcs"])
         _log_along(trainer, {"cost/best_lcs": best}, cost)
+        shown = {target.id for target in module.data.targets[:_MOST_CURVES]}
         for slot in slots:
-            if slot.target.id in self._curves and slot.best is not None:
+            if slot.target.id in shown and slot.best is not None:
                 curve = {f"targets/{visible(slot.target.id)}": slot.best.lcs}
                 _log_along(trainer, curve, slot.step)
-        for logger in _tensorboards(trainer):
-            self._show(logger, module.lm, slots, trainer.global_step)
+        for board in _tensorboards(trainer):
+            writer, step = board.experiment, trainer.global_step
+            for name in slots[0].diagnostics:
+                positions = torch.cat([slot.diagnostics[name].float().flatten() for slot in slots])
+                writer.add_histogram(f"{name}_per_position", positions.cpu(), step)
+            for slot in slots if self._evaluations % self.text_every == 0 else ():
+                writer.add_text(f"slot {slot.index}", _slot_markdown(module.lm, slot), step)
         self._evaluations += 1
-
-    def _show(self, logger: TensorBoardLogger, lm: FrozenLM, slots: list[Slot], step: int) -> None:
-        for name in slots[0].diagnostics:
-            positions = torch.cat([slot.diagnostics[name].float().flatten() for slot in slots])
-            logger.experiment.add_histogram(f"{name}_per_position", positions.cpu(), step)
-        if self._evaluations % self.text_every == 0:
-            for slot in slots:
-                logger.experiment.add_text(f"slot {slot.index}", _slot_markdown(lm, slot), step)
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Running means over the finished targets, those before a resume included."""
-        found = {**self._finished_means(module), "lcs": row.lcs, "steps": row.steps}
-        scalars = {f"finished/{name}": value for name, value in found.items()}
-        _log_along(trainer, scalars, self._counted)
+        own = {"finished/lcs": row.lcs, "finished/steps": row.steps}
+        _log_along(trainer, {**self._finished_means(module), **own}, self._counted)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
         """The same means for whoever reads `callback_metrics` after the run."""
-        means = self._finished_means(pl_module)
-        scalars = {f"finished/{name}": mean for name, mean in means.items()}
-        pl_module.log_dict(scalars, logger=False, batch_size=1)
+        pl_module.log_dict(self._finished_means(pl_module), logger=False, batch_size=1)
 
-    def _finished_means(self, module: Inverter) -> dict[str, float]:
+    def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
+        """Log the hyperparameters with the final metrics."""
+        for board in _tensorboards(trainer) if pl_module.finished else ():
+            means = self._finished_means(pl_module, "final")
+            board.log_hyperparams(_hyperparameters(pl_module), means)
+            board.save()
+
+    def _finished_means(self, module: Inverter, section: str = "finished") -> dict[str, float]:
         for row in module.finished[self._counted :]:
             for name, metric in self._means.items():
                 if (value := _MEANS[name](row)) is not None:
@@ -131,15 +128,7 @@ class TensorBoardDetails(InversionCallback):
         means = {n: float(m.compute()) for n, m in self._means.items() if m.update_called}
         if "mean_prompt_perplexity" in means:
             means["mean_prompt_perplexity"] = math.exp(means["mean_prompt_perplexity"])
-        return means
-
-    def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Hyperparameters with the final metrics."""
-        for logger in _tensorboards(trainer) if pl_module.finished else ():
-            means = self._finished_means(pl_module)
-            final = {f"final/{n}": means[n] for n in ("mean_lcs", "exact_rate", "mean_steps")}
-            logger.log_hyperparams(_hyperparameters(pl_module), final)
-            logger.save()
+        return {f"{section}/{name}": mean for name, mean in means.items()}
 
 
 def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:

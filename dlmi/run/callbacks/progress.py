@@ -1,4 +1,4 @@
-"""The progress bar: targets done, speed, honest LCS, time left; plain lines in a log file."""
+"""The progress bar: targets done, speed, honest LCS, time left; in a log file, plain lines."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from dlmi.targets.sources import Questions
 from dlmi.text import Decoder, clock, token_texts, visible
 
 _SHOWN = 16  # slots in flight that the line has room for
-_AS_IS: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 class InversionProgress(InversionCallback, ProgressBar):
@@ -37,7 +36,6 @@ class InversionProgress(InversionCallback, ProgressBar):
         super().__init__()
         self.log_seconds = log_seconds
         self.console = Console()
-        self._enabled = True
         self._bar: Progress
         self._started = self._last_line = 0.0
         self._left_at_start = 0.0
@@ -45,38 +43,37 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._shown = 0  # rows
 
     def disable(self) -> None:
-        """Lightning turns all workers but the first off."""
-        self._enabled = False
+        """Show nothing; Lightning calls it on all workers but the first."""
+        self.console.quiet = True
 
     def enable(self) -> None:
-        """And on."""
-        self._enabled = True
+        """The inverse of `disable`."""
+        self.console.quiet = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
         """Say what runs on what, and open the bar."""
-        if not self._enabled:
-            return
-        lm, workers = pl_module.lm, pl_module.workers.size
-        self.console.print(
+        lm, workers, targets = pl_module.lm, pl_module.workers.size, len(pl_module.data.targets)
+        self._print(
             f"{type(pl_module.method).__name__} on {lm.name} "
             f"({lm.model.num_parameters() / 1e6:.1f}M parameters, {lm.dtype_name}, "
-            f"{lm.device.type}): {len(pl_module.data.targets)} targets, "
-            f"N={pl_module.prompt_length}, at most {pl_module.steps} steps each, "
-            f"{len(pl_module.slots)} at a time"
-            + (f" on each of {workers} workers" if workers > 1 else ""),
-            **_AS_IS,
+            f"{lm.device.type}): {targets} targets, N={pl_module.prompt_length}, at most "
+            f"{pl_module.steps} steps each, {len(pl_module.slots)} at a time"
+            + (f" on each of {workers} workers" if workers > 1 else "")
         )
-        if written := _written(trainer):
-            self.console.print(f"{' and '.join(written)} in {pl_module.folder}", **_AS_IS)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        written = ["results" for callback in callbacks if isinstance(callback, ResultWriter)]
+        written += [type(logger).__name__.removesuffix("Logger") for logger in trainer.loggers]
+        if written and not is_trial(trainer):
+            self._print(f"{' and '.join(written)} in {pl_module.folder}")
         self._started = self._last_line = time.monotonic()
-        self._left_at_start = float(len(pl_module.data.targets))
+        self._left_at_start = float(targets)
         self._steps, self._shown = 0, len(pl_module.finished)
         self._bar = Progress(
             BarColumn(bar_width=24),
             TextColumn("{task.description}"),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
+            disable=self.console.quiet or not self.console.is_terminal,
         )
         self._bar.add_task("starting", total=1.0)
         self._bar.start()
@@ -84,41 +81,32 @@ class InversionProgress(InversionCallback, ProgressBar):
     def on_resume(self, trainer: Trainer, module: Inverter, kept: int, resumed: int) -> None:
         """Say what the run goes on with."""
         self._left_at_start = float(len(module.data.targets) - kept)
-        if self._enabled:
-            self.console.print(
-                f"goes on: {kept} targets are done, {resumed} go on where they stopped, "
-                f"{self._left_at_start - resumed:.0f} start anew",
-                **_AS_IS,
-            )
+        self._print(
+            f"goes on: {kept} targets are done, {resumed} go on where they stopped, "
+            f"{self._left_at_start - resumed:.0f} start anew"
+        )
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: Trainer, pl_module: Inverter, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on by one step of each slot in flight."""
-        if not self._enabled:
-            return
         self._steps += len(pl_module.active)
         self._show_rows(pl_module)
-        done = 1 - _left(pl_module) / len(pl_module.data.targets)
-        for task in self._bar.task_ids:
+        if not self._bar.disable:
+            done = 1 - _left(pl_module) / len(pl_module.data.targets)
+            [task] = self._bar.task_ids
             self._bar.update(task, completed=done, description=self._line(pl_module))
-        if self._bar.disable and time.monotonic() - self._last_line >= self.log_seconds:
+        elif time.monotonic() - self._last_line >= self.log_seconds:
             self._last_line = time.monotonic()
-            print(self._line(pl_module), flush=True)
-
-    def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
-        """Show it at once."""
-        if self._enabled:
-            self._show_rows(module)
+            self._print(self._line(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar; the table comes when all rows are in."""
-        if self._enabled:
-            self._bar.stop()
+        """Close the bar; the table comes when the rows of all workers are read."""
+        self._bar.stop()
 
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
         """The table per difficulty; for a prompt to questions, how to count what it answers."""
-        if not self._enabled or not pl_module.finished:
+        if not pl_module.finished:
             return
         self._show_rows(pl_module)
         self.console.print(summary_table(pl_module.finished))
@@ -128,10 +116,14 @@ class InversionProgress(InversionCallback, ProgressBar):
             if source.source != PACKAGED_QUESTIONS:  # a file has no part that was held out
                 is_hub = source.source.startswith(HUB_MARK)
                 command += f" --examples {source.source if is_hub else 'OTHER_FILE.jsonl'}"
-            self.console.print(f"how many questions it answers: {command}", **_AS_IS)
+            self._print(f"how many questions it answers: {command}")
+
+    def _print(self, line: str) -> None:
+        """A line as it is: rich would colour numbers, read brackets as markup and wrap."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _show_rows(self, module: Inverter) -> None:
-        """Two lines for each target that is done, on any worker: how it ended, its best prompt."""
+        """Two lines for each finished target, of any worker: how it ended, its best prompt."""
         for row in module.finished[self._shown :]:
             style = "bold green" if row.exact else "yellow" if row.lcs > 0 else "dim"
             line = Text.assemble(
@@ -165,23 +157,13 @@ class InversionProgress(InversionCallback, ProgressBar):
         )
 
 
-def _written(trainer: Trainer) -> list[str]:
-    """What a run leaves in its folder, by name."""
-    if is_trial(trainer):
-        return []
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    has_rows = any(isinstance(callback, ResultWriter) for callback in callbacks)
-    loggers = [type(logger).__name__.removesuffix("Logger") for logger in trainer.loggers]
-    return [*(["results"] if has_rows else []), *loggers]
-
-
 def _left(module: Inverter) -> float:
-    """Budgets still to be spent if no target is solved early; other workers' in flight whole."""
+    """Budgets, one per target, still to be spent if no target is solved early."""
     return module.unfinished - sum(module.budget.share_used(slot) for slot in module.active)
 
 
 def marked_output(lm: Decoder, target_ids: Sequence[int], output_ids: Sequence[int]) -> Text:
-    """An output for the terminal: what belongs to the LCS green, the rest red."""
+    """An output for the terminal: tokens of the LCS in green, others in red."""
     members = lcs_members(target_ids, output_ids)
     tokens = zip(token_texts(lm, output_ids), members, strict=True)
     return Text.assemble(*((token, "green" if is_member else "red") for token, is_member in tokens))

@@ -1,7 +1,7 @@
 """Writes `results.jsonl`: every finished row is on the disk before its slot is reused.
 
-Each worker appends to a file of its own, so the files are the truth at any moment, and
-`read_rows` of the folder reads them all. Whoever ends last merges them.
+Each worker appends to a file of its own, and `read_rows` of the folder reads them all. The worker
+that ends last merges them.
 """
 
 import contextlib
@@ -26,10 +26,9 @@ _LOOK_EVERY = 1.0  # seconds between two looks at other workers' files
 
 
 def lock_folder(folder: Path, name: str = _LOCK, wait: float = 0.0) -> AcquireReturnProxy[FileLock]:
-    """Keep other processes out of a folder; the system lets go when this one ends.
+    """Lock a folder until the context ends, its `lock` is released or this process ends.
 
-    Returns what holds the lock, until its context ends or its `lock` is released. `InputError` if
-    another process has it after `wait` seconds.
+    `InputError` if another process has the lock after `wait` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -67,7 +66,7 @@ class ResultWriter(InversionCallback):
         self._looked = 0.0
 
     def claim(self, folder: Path, worker: int = 0) -> None:
-        """Keep others out of a folder, from now on; once is enough."""
+        """Lock the folder for this worker, unless it is locked already."""
         if self._lock is None or not self._lock.is_locked:
             name = f"{_LOCK}.worker{worker}" if worker else _LOCK
             self._lock = lock_folder(folder, name).lock
@@ -87,16 +86,15 @@ class ResultWriter(InversionCallback):
         folder, worker = pl_module.folder, pl_module.workers.index
         self.path = folder / results_name(worker)
         self._read = {}
-        if worker:
-            self.claim(folder, worker)
-        elif files := results_files(folder):
+        self.claim(folder, worker)
+        if worker == 0 and results_files(folder):
             if trainer.ckpt_path is None and not self.continues:
                 refuse_used_folder(folder)
             rows = read_rows(folder, tolerate_cut=True)
             for row in rows:
                 check_row(row, pl_module.identity)
             pl_module.finished += [row for row in rows if row.stop_reason != "interrupted"]
-            _merge(files, pl_module.finished)
+            _merge(folder, pl_module.finished)
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Append the row and sync it to the disk."""
@@ -106,12 +104,12 @@ class ResultWriter(InversionCallback):
     def on_train_batch_start(  # type: ignore[override]
         self, trainer: Trainer, pl_module: Inverter, batch: Any, batch_idx: int
     ) -> None:
-        """On worker 0: take in what the others have finished."""
+        """On worker 0: read what the others have finished."""
         if time.monotonic() - self._looked > _LOOK_EVERY:
-            self._take_in(pl_module)
+            self._read_others(pl_module)
             self._looked = time.monotonic()
 
-    def _take_in(self, module: Inverter) -> None:
+    def _read_others(self, module: Inverter) -> None:
         if module.workers.size == 1 or module.workers.index:
             return
         for path in results_files(module.folder):
@@ -119,16 +117,15 @@ class ResultWriter(InversionCallback):
                 continue
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
-                lines, newline, _ = file.read().rpartition(b"\n")  # the last may be half written
-            self._read[path] = self._read.get(path, 0) + len(lines) + len(newline)
-            module.finished += [
-                Inversion.from_json(parse_object(line)) for line in lines.split(b"\n") if line
-            ]
+                for line in file:
+                    if line.endswith(b"\n"):  # the last may be half written
+                        module.finished.append(Inversion.from_json(parse_object(line)))
+                        self._read[path] = self._read.get(path, 0) + len(line)
 
     def teardown(self, trainer: Trainer, pl_module: Inverter, stage: str) -> None:  # type: ignore[override]
-        """Let others have the folder; merge the files of all workers if this is the last."""
+        """Unlock the folder; merge the files of all workers if this is the last."""
         if self.path is not None:
-            self._take_in(pl_module)
+            self._read_others(pl_module)
         self._unlock()
         if self.path is not None and pl_module.workers.size > 1:
             merge_if_last(pl_module.folder)
@@ -136,7 +133,7 @@ class ResultWriter(InversionCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Only the former: Lightning tears nothing down after an error."""
+        """Unlock the folder: Lightning calls no `teardown` after an error."""
         self._unlock()
 
     def _unlock(self) -> None:
@@ -145,20 +142,20 @@ class ResultWriter(InversionCallback):
 
 
 def merge_if_last(folder: Path) -> None:
-    """Merge unless a worker is at work. One looks at a time, or the last two could miss it."""
+    """Merge unless a worker is at work; one process at a time, or the last two could both skip."""
     with FileLock(folder / f"{_LOCK}.merge"), contextlib.ExitStack() as stack:
         try:
             for path in [folder / _LOCK, *folder.glob(f"{_LOCK}.worker*")]:
                 stack.enter_context(FileLock(path).acquire(timeout=0))
         except Timeout:
             return
-        if files := results_files(folder):
-            _merge(files, read_rows(folder, tolerate_cut=True))
+        if results_files(folder):
+            _merge(folder, read_rows(folder, tolerate_cut=True))
 
 
-def _merge(files: list[Path], rows: list[Inversion]) -> None:
-    """These rows in worker 0's file; those of the others go when it is on the disk."""
-    rewrite_lines(files[0].with_name(RESULTS_FILE), (row.to_json_line() for row in rows))
-    for file in files:
+def _merge(folder: Path, rows: list[Inversion]) -> None:
+    """Write these rows to worker 0's file, then remove the files of the others."""
+    rewrite_lines(folder / RESULTS_FILE, (row.to_json_line() for row in rows))
+    for file in results_files(folder):
         if file.name != RESULTS_FILE:
             file.unlink()

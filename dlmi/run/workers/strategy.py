@@ -1,9 +1,9 @@
 """Workers side by side: each inverts targets of one shared queue on its own device.
 
-Plain DDP would make the workers' prompts equal, because it broadcasts worker 0's parameters and
-averages gradients. Here nothing is averaged. There is not even a process group, in which Lightning
-would let the workers step in time: they meet at a key-value store, the one that `torchrun` keeps or
-one that worker 0 opens, and wait for each other only before the first step.
+Plain DDP would make the prompts of all workers equal, because it broadcasts worker 0's parameters
+and averages gradients. Here there is no process group, which would synchronise every step: workers
+share a key-value store, torchrun's own or one that worker 0 opens, and wait for each other only
+before the first step.
 """
 
 import os
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class TargetParallelStrategy(DDPStrategy):
-    """Split the targets over all devices, of one machine or of many; no gradient crosses.
+    """Split the targets over all devices, of one machine or of many; no gradient is shared.
 
     A worker that is free takes the next target of a queue that all share. Noise depends on seed and
-    target alone, so the results are the same for any number of workers. Chosen by itself where
+    target alone, so the results are the same for any number of workers. It is the default where
     `trainer.devices` x `trainer.num_nodes` is more than 1.
     """
 
@@ -37,22 +37,22 @@ class TargetParallelStrategy(DDPStrategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.workers = Workers.alone()
+        self.workers = Workers()
         self._is_apart = False
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._processes = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = self._processes
 
     def setup_distributed(self) -> None:
-        """Meet the others at the store: torchrun's, or worker 0's."""
+        """Connect to the store of the run: torchrun's, or worker 0's."""
         reset_seed()
         self.set_world_ranks()
-        environment = self.cluster_environment
-        assert environment is not None
-        assert isinstance(self._launcher, _Launcher)
         if self.world_size == 1:
             return
+        environment = self.cluster_environment
+        assert environment is not None
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = TCPStore(
@@ -65,40 +65,38 @@ class TargetParallelStrategy(DDPStrategy):
         except RuntimeError as error:
             place = f"{environment.main_address}:{environment.main_port}"
             raise RunStopped(
-                f"worker {self.global_rank} could not meet the others at {place} "
+                f"worker {self.global_rank} could not reach worker 0 at {place} "
                 f"({first_line(error)})."
             ) from error
-        self.workers = Workers(store, self.global_rank, self.world_size, self._launcher.ended)
+        self.workers = Workers(store, self.global_rank, self.world_size, self._processes.ended)
         self.workers.barrier()
 
     def configure_ddp(self) -> None:
-        """Nothing: the module stays as it is, on every worker its own."""
+        """Do not wrap the module: no gradient is shared."""
 
     def on_train_start(self) -> None:
-        """The last barrier: from here on every worker goes at its own pace."""
+        """The last barrier: from here on no worker waits for another."""
         self.barrier()
         self._is_apart = True
 
     def on_train_end(self) -> None:
-        """Worker 0 stays until the workers that it has started are done."""
-        assert isinstance(self._launcher, _Launcher)
-        for process in self._launcher.procs:
+        """Wait for the workers that this one has started."""
+        for process in self._processes.procs:
             process.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         """Ask the workers that this one has started to save and end, too."""
-        assert isinstance(self._launcher, _Launcher)
-        self._launcher.kill(signal.SIGTERM)
+        self._processes.kill(signal.SIGTERM)
 
-    # ---- what Lightning calls to keep workers in step
+    # ---- what Lightning calls to synchronise workers
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the others, before the first step."""
+        """Wait for the others; after the first step, do not."""
         if not self._is_apart:
             self.workers.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """What worker 0 has, before the first step; afterwards each worker's own."""
+        """Worker 0's value, before the first step; afterwards each worker's own."""
         if self._is_apart:
             return obj
         value: T = self.workers.broadcast(str(obj) if isinstance(obj, Path) else obj)
@@ -118,12 +116,12 @@ class TargetParallelStrategy(DDPStrategy):
 StrategyRegistry.register(
     TargetParallelStrategy.__name__.lower(),  # Lightning lowers the name that a user gives
     TargetParallelStrategy,
-    description="Targets split over workers by a shared queue, with no gradient sync",
+    description="Targets split over workers by a shared queue, without gradient sync",
 )
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, but a worker that dies does not kill the others."""
+    """Lightning's launcher, except that a worker that dies does not kill the others."""
 
     def launch(
         self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any
@@ -131,7 +129,7 @@ class _Launcher(_SubprocessScriptLauncher):
         """Start the workers of this machine, unless torchrun, SLURM or the like did."""
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            # Of a store that is gone torch would print a stack of C++ frames.
+            # torch would print C++ frames when the store of a worker 0 that has ended is used.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
         _set_num_threads_if_needed(self.num_processes)
@@ -150,4 +148,4 @@ class _Launcher(_SubprocessScriptLauncher):
 
 def workers_of(strategy: Strategy) -> Workers:
     """The workers of a run, or this process alone."""
-    return strategy.workers if isinstance(strategy, TargetParallelStrategy) else Workers.alone()
+    return strategy.workers if isinstance(strategy, TargetParallelStrategy) else Workers()

@@ -1,9 +1,8 @@
-"""What the processes of a run share: a counter, and worker 0's word at the start.
+"""What the processes of a run share: a counter, and worker 0's values at the start.
 
-No gradient, parameter, prompt or row ever crosses. Before the first step all take over worker 0's
-targets and meet once; after that a worker takes the next target from a counter and nobody waits for
-anybody. Rows and checkpoints are files. With one worker the store lives in the process, so that
-there is one way of working.
+No gradient, parameter, prompt or row is sent. Before the first step all workers take worker 0's
+targets and wait for each other once; after that each takes the next target from a counter, and none
+waits for another. Rows and checkpoints are files.
 """
 
 import json
@@ -15,7 +14,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from dlmi.errors import RunStopped
 
-MEET_WITHIN = 1800.0  # seconds: loading a large LM from a slow disk takes its time
+MEET_WITHIN = 1800.0  # seconds: a large LM on a slow disk takes long to load
 _POLL_SECONDS = 0.02
 _BEYOND = 2**62
 
@@ -26,15 +25,15 @@ class Workers:
     """One process of a run, and its view of the others.
 
     Args:
-        store: What all of them reach.
+        store: A key-value store that all of them reach; a single worker needs none.
         index: Which one this is.
         size: How many there are.
-        ended: Tells of a worker of this machine that has ended with an error, as its launcher sees.
+        ended: Describes a worker of this machine that has ended with an error, if one has.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None = None,
         index: int = 0,
         size: int = 1,
         ended: Callable[[], str | None] = lambda: None,
@@ -42,21 +41,15 @@ class Workers:
         self.index = index
         self.size = size
         self.ended = ended
-        self._store = store
-        self._broadcasts = 0
-        self._barriers = 0
-
-    @classmethod
-    def alone(cls) -> "Workers":
-        """A run of one process."""
-        return cls(HashStore())
+        self._store = store or HashStore()
+        self._calls = 0  # of `broadcast` and `barrier`, the same on all workers
 
     def broadcast(self, value: Any) -> Any:
-        """What worker 0 has, for everybody: plain values that JSON can hold. All must call it."""
-        key = f"broadcast/{self._broadcasts}"
-        self._broadcasts += 1
+        """Worker 0's value, which JSON must be able to hold. All workers must call it."""
+        self._calls += 1
         if self.size == 1:
             return value
+        key = f"broadcast/{self._calls}"
         if self.index == 0:
             self._store.set(key, json.dumps(value))
             return value
@@ -64,21 +57,21 @@ class Workers:
         return json.loads(self._store.get(key))
 
     def barrier(self, within: float = MEET_WITHIN) -> None:
-        """Wait until all have come here, so many seconds at most. All must call it."""
-        name = f"barrier/{self._barriers}"
-        self._barriers += 1
-        self._store.set(f"{name}/{self.index}", "")
-        self._wait_for([f"{name}/{index}" for index in range(self.size)], within)
+        """Wait until all workers call it, at most so many seconds."""
+        self._calls += 1
+        keys = [f"barrier/{self._calls}/{index}" for index in range(self.size)]
+        self._store.set(keys[self.index], "")
+        self._wait_for(keys, within)
 
     def take(self) -> int:
         """The next number, from 0 on: each goes to one worker."""
         try:
             return self._store.add("taken", 1) - 1
-        except RuntimeError:  # worker 0, which keeps the count, is gone: done, or dead
+        except RuntimeError:  # worker 0, which keeps the count, has ended
             return _BEYOND
 
     def take_from(self, items: Sequence[T]) -> Iterator[T]:
-        """Those of a list that fall to this worker; at its end the counter is not asked again."""
+        """The items of a list that fall to this worker."""
         while (place := self.take()) < len(items):
             yield items[place]
 
@@ -94,4 +87,4 @@ class Workers:
         except RunStopped:
             raise
         except RuntimeError as error:
-            raise RunStopped("worker 0 is gone, before all workers had started.") from error
+            raise RunStopped("worker 0 ended before all workers had started.") from error
