@@ -1,14 +1,15 @@
-"""How figures look: a column of print wide, told apart without colour, room for every text.
+"""The look of figures: one text column wide, legible without colour, with space for every label.
 
 Colours are those of Okabe and Ito without yellow, which is too pale for lines. Every method also
 has a hatch, a marker and a line style of its own, so that grey prints can be read.
 """
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file
+from types import MappingProxyType
 from typing import Any
 
 from matplotlib import rc_context, rcParams
@@ -37,7 +38,7 @@ _LONGEST_TEXT = 160
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn in every figure of a report, as matplotlib is told."""
+    """Matplotlib's arguments for a method, the same in every figure of a report."""
 
     bar: dict[str, Any]
     line: dict[str, Any]
@@ -45,11 +46,11 @@ class Style:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: what stands above it, which methods it shows, and how it is filled."""
+    """One pair of axes."""
 
-    place: str  # what it may have in common with others
+    place: str  # LM and N; shown once, above the figure, where all panels share it
     title: str
-    shown: Collection[str]
+    shown: Collection[str]  # entries of the legend that it needs
     draw: Callable[[Axes], None]
 
 
@@ -70,9 +71,9 @@ def styles_of(labels: Sequence[str]) -> dict[str, Style]:
 
 @contextmanager
 def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and written; the caller's come back after."""
+    """Matplotlib's settings while a figure is drawn and written; the caller's are restored."""
     with as_file(ASSETS / "report.mplstyle") as sheet, rc_context(fname=sheet):
-        rcParams["svg.hashsalt"] = svg_salt  # ids within an SVG would be random without
+        rcParams["svg.hashsalt"] = svg_salt  # without it, ids within an SVG are random
         yield
 
 
@@ -81,19 +82,17 @@ def draw_panels(
     panels: Sequence[Panel],
     height: float,
     labels: tuple[str, str] = ("", ""),
-    legend: Sequence[tuple[str, Artist]] = (),
+    legend: Mapping[str, Artist] = MappingProxyType({}),
     width: float = 0.0,
 ) -> Canvas:
-    """Panels below each other with one legend, on as much paper as it takes.
-
-    What all panels have in common stands once, over all of them.
+    """Panels below each other with one legend; the figure is as high as they need.
 
     Args:
         panels: From the top down.
-        height: Inches of a panel, its title left out.
-        labels: Of the axes below the lowest panel and beside each.
-        legend: Names and what they are drawn with.
-        width: Least inches; a column of text if that is wider.
+        height: Inches of a panel without its title.
+        labels: Of the x axis (below the lowest panel only) and of each y axis.
+        legend: Artists by name.
+        width: Inches, if more than a text column.
     """
     width = max(_WIDTH, width)
     canvas = Canvas(figsize=(width, height), layout="constrained")
@@ -110,9 +109,9 @@ def draw_panels(
         canvas.suptitle(head)
     lines = sum(text.count("\n") + bool(text) for text in [head, *titles])
     paper = len(panels) * height + lines * _LINE + 0.3
-    names = [safe_text(name, width - 0.7) for name, _ in legend]
-    artists = [artist for _, artist in legend]
-    for columns in range(len(legend), 0, -1):  # as many beside each other as there is room for
+    artists = list(legend.values())
+    names = [safe_text(name, width - 0.7) for name in legend]
+    for columns in range(len(names), 0, -1):  # as many as fit
         made = canvas.legend(artists, names, ncols=columns, loc="outside lower center")
         box = made.get_window_extent()
         if columns == 1 or box.width < canvas.bbox.width:
