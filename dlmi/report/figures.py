@@ -88,15 +88,14 @@ def _bar_panel(
                 bar = {**styles[series.label].bar, "yerr": found.error, "error_kw": whisker}
                 axes.bar(middle, found.mean, width, **bar)
         for floor in FLOORS:
-            values = (row for row in rows if row.k == k)
-            if found := mean_over_targets(values, partial(matrix_lcs, floor, "free_greedy")):
+            of_k = (row for row in rows if row.k == k)
+            if found := mean_over_targets(of_k, partial(matrix_lcs, floor, "free_greedy")):
                 reach = [cluster - 0.46, cluster + 0.46]
                 axes.plot(reach, [found.mean] * 2, **_floor(floor))
     names = ["text" if k is None else str(k) for k in difficulties]
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.55, len(names) - 0.45)
     axes.tick_params(axis="x", length=0)
-    _share_scale(axes)
 
 
 def _floor(floor: str) -> dict[str, Any]:
@@ -105,13 +104,6 @@ def _floor(floor: str) -> dict[str, Any]:
     line = {"color": "black", "linewidth": 0.7, "linestyle": dashes, "markevery": [0]}
     mark = {"marker": marker, "markersize": 4, "markeredgewidth": 0.7, "markerfacecolor": "white"}
     return {**line, **mark, "clip_on": False}  # a floor may be 0
-
-
-def _share_scale(axes: Axes, top: float = 1.0) -> None:
-    """From 0 to the next quarter above the largest value."""
-    quarters = max(1, math.ceil(4 * min(top, 1)))
-    axes.set_ylim(0, 0.26 * quarters)
-    axes.set_yticks([quarter / 4 for quarter in range(quarters + 1)])
 
 
 def _figures(
@@ -181,23 +173,22 @@ def mean_curve(
 def _draw_curves(
     name: str, data: ReportData, axis: Axis, heights: Heights, label: str
 ) -> list[Figure]:
-    styles, found, top = styles_of(data.labels), [], 0.0
+    styles, panels = styles_of(data.labels), []
     for group, members in data.places():
-        curves = {s.label: mean_curve(s.rows, heights, axis, group.budgets[-1]) for s in members}
-        known = {label: curve for label, curve in curves.items() if curve}
-        found += [(group.title, members[0].prompt_length, known)] if known else []
-        top = max(top, *(float(max(curve.means + curve.errors)) for curve in known.values()), 0.0)
-    fill = partial(_curve_panel, styles, axis, top if heights is best_so_far else None)
-    panels = [Panel(title, f"N={n}", curves, partial(fill, curves)) for title, n, curves in found]
+        found = {s.label: mean_curve(s.rows, heights, axis, group.budgets[-1]) for s in members}
+        curves = {label: curve for label, curve in found.items() if curve}
+        draw = partial(_curve_panel, curves, styles, axis, heights is best_so_far)
+        if curves:
+            panels.append(Panel(group.title, f"N={members[0].prompt_length}", curves, draw))
     legend = {label: Line2D([], [], **style.line) for label, style in styles.items()}
     return _figures(name, data, panels, (AXIS_UNITS[axis], label), legend)
 
 
 def _curve_panel(
-    styles: dict[str, Style], axis: Axis, top: float | None, curves: dict[str, Curve], axes: Axes
+    curves: dict[str, Curve], styles: dict[str, Style], axis: Axis, is_lcs: bool, axes: Axes
 ) -> None:
-    """LCS as a step function, up to the largest value; anything else on a logarithmic scale."""
-    drawstyle, step = ("default", None) if top is None else ("steps-post", "post")
+    """LCS as a step function from 0; anything else on a logarithmic scale."""
+    drawstyle, step = ("steps-post", "post") if is_lcs else ("default", None)
     for place, (label, (xs, means, errors)) in enumerate(curves.items()):
         style, every = styles[label].line, max(1, len(xs) // _MARKS)
         # Markers of different methods at different places, so that none covers another.
@@ -210,10 +201,8 @@ def _curve_panel(
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    if top is None:
+    if not is_lcs:
         axes.set_yscale("log")
-    else:
-        _share_scale(axes, top)
 
 
 def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
@@ -239,20 +228,17 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
 
 def _violin_panel(values: dict[str, list[float]], axes: Axes) -> None:
     for place, (estimator, style) in enumerate(styles_of(list(values)).items()):
-        found = [math.log10(value) for value in values[estimator] if value > 0]
-        if not found:
-            continue
-        ends = [min(found), max(found)]
-        if len(found) > 2 and ends[1] - ends[0] > 1e-9:
-            parts = axes.violinplot(
-                [found], [place], orientation="horizontal", widths=0.8, showextrema=False
-            )
-            for body in cast(list[PolyCollection], parts["bodies"]):
-                colours = {"facecolor": style.line["color"], "edgecolor": "black"}
-                body.set(**colours, alpha=0.75, linewidth=0.6)
-        axes.plot(ends, [place, place], color="black", linewidth=0.8, marker="|")
-        centre = sum(found) / len(found)
-        axes.plot(centre, place, color="white", marker="o", markeredgecolor="black", markersize=3.5)
+        found = np.log10([value for value in values[estimator] if value > 0])
+        if len(found) > 2 and np.ptp(found) > 1e-9:
+            shape: dict[str, Any] = {"orientation": "horizontal", "widths": 0.8}
+            parts = axes.violinplot(found, [place], **shape, showextrema=False)
+            [body] = cast(list[PolyCollection], parts["bodies"])
+            colours = {"facecolor": style.line["color"], "edgecolor": "black"}
+            body.set(**colours, alpha=0.75, linewidth=0.6)
+        if len(found):
+            centre, look = found.mean(), {"color": "black", "markerfacecolor": "white"}
+            ends = [[centre - found.min()], [found.max() - centre]]
+            axes.errorbar(centre, place, xerr=ends, fmt="o", **look, linewidth=0.8, capsize=2.5)
     axes.set_yticks(range(len(values)), [safe_text(estimator, 1.4) for estimator in values])
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")

@@ -1,6 +1,7 @@
 """The rows of a report, in groups that can be compared: one LM, one dtype, one set of targets."""
 
 import itertools
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,10 +59,10 @@ class Group:
 
 
 def every_value(named: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
-    """All values that each name has, sorted."""
+    """All values that each name has as text, sorted."""
     found = defaultdict(set)
     for name, value in itertools.chain(*(each.items() for each in named)):
-        found[name].add(str(value))
+        found[name].add(value if isinstance(value, str) else json.dumps(value))
     return {name: sorted(values) for name, values in found.items()}
 
 

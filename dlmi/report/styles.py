@@ -23,9 +23,10 @@ from dlmi.report.blocks import ASSETS
 from dlmi.text import visible
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#4D4D4D")
+# No dots: an SVG has a curve for each of them.
 _HATCHES = (
-    *("", "////", "....", "\\\\\\\\", "xxxx", "----", "||||"),
-    *("////", "....", "xxxx", "----", "||||", "\\\\\\\\", "++++"),
+    *("", "////", "++++", "\\\\\\\\", "xxxx", "----", "||||"),
+    *("////", "++++", "xxxx", "----", "||||", "\\\\\\\\", "--//"),
 )
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
@@ -101,10 +102,14 @@ def draw_panels(
     head = safe_text(panels[0].place, width - 0.2) if is_one_place else ""
     titles = [p.title if is_one_place else f"{p.place}, {p.title}" for p in panels]
     titles = [safe_text(title, width - 0.6) for title in titles]
-    for place, (panel, title) in enumerate(zip(panels, titles, strict=True), start=1):
-        axes = canvas.add_subplot(len(panels), 1, place)
-        axes.set(title=title, ylabel=labels[1], xlabel=labels[0] if place == len(panels) else "")
+    rows = canvas.subplots(len(panels), sharey=True, squeeze=False).flat
+    for axes, panel, title in zip(rows, panels, titles, strict=True):
+        axes.set(title=title, ylabel=labels[1])
         panel.draw(axes)
+    axes.set(xlabel=labels[0])
+    if axes.get_yscale() == "linear" and not axes.yaxis_inverted():
+        axes.set_ylim(bottom=0)  # an LCS, on one scale for all panels
+        axes.locator_params(axis="y", nbins=5)
     if head:
         canvas.suptitle(head)
     lines = sum(text.count("\n") + bool(text) for text in [head, *titles])

@@ -1,6 +1,5 @@
 """Tables of results: one line per LM, N and method, never averaged across LMs."""
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +8,7 @@ from functools import partial
 from dlmi.metrics import lcs_members
 from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, known, mean_over_targets, summarise
-from dlmi.report.loading import Group, ReportData, Series
+from dlmi.report.loading import Group, ReportData, Series, every_value
 from dlmi.report.names import form_name
 from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
@@ -178,25 +177,24 @@ def _best_rows(group: Group, members: Sequence[Series]) -> tuple[Series, list[In
 
 def settings_tables(data: ReportData) -> list[ReportTable]:
     """The settings of all methods: one line per setting, one column per method."""
-    rows = {
-        label: [row for _, series in data.each() if series.label == label for row in series.rows]
+    values = {
+        label: every_value(
+            {"method": row.method, **row.settings}
+            for _, series in data.each()
+            for row in series.rows
+            if series.label == label
+        )
         for label in data.labels
     }
     tables = []
     for number, part in enumerate(in_parts(data.labels, _METHODS_PER_TABLE), start=1):
-        names = dict.fromkeys(n for label in part for row in rows[label] for n in row.settings)
-        methods = [_joined({row.method for row in rows[label]}) for label in part]
-        lines: list[tuple[Cell, ...]] = [("method", *methods)]
-        lines += [(name, *(_setting(rows[label], name) for label in part)) for name in names]
+        names = dict.fromkeys(name for label in part for name in values[label])
+        lines = [
+            (n, *(", ".join(values[label].get(n, [])) or None for label in part)) for n in names
+        ]
         texts = block_texts("settings", part=number)
         tables.append(ReportTable(*texts, ("setting", *part), tuple(lines)))
     return tables
-
-
-def _setting(rows: Iterable[Inversion], name: str) -> Cell:
-    values = [row.settings[name] for row in rows if name in row.settings]
-    found = {value if isinstance(value, str) else json.dumps(value) for value in values}
-    return _joined(found) if found else None
 
 
 def _place(group: Group, series: Series, **more: Cell) -> Line:

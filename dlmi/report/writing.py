@@ -42,15 +42,9 @@ _ESCAPES: dict[str, str | int | None] = {
     "⇥": r"\texttt{\textbackslash{}t}",
     "␍": r"\texttt{\textbackslash{}r}",
     "␣": r"\textvisiblespace\allowbreak{}",
-    "±": r"$\pm$",
     "τ": r"$\tau$",
-    "²": r"$^2$",
-    "–": "--",  # noqa: RUF001
-    "−": "$-$",  # noqa: RUF001
-    "·": r"$\cdot$",
-    "…": r"\ldots{}",
 }
-_BEYOND_FONTS = re.compile("[^\x00-\x7fªµºÀ-ÖØ-öø-ÿ]")
+_BEYOND_FONTS = re.compile("[^\x00-\x7f¡-ÿ–…]")  # noqa: RUF001 (LaTeX knows Latin-1 and these)
 
 _HEADER = """\
 % Written by dlmi.

@@ -411,6 +411,17 @@ def test_passes_of_another_dtype_stand_beside_each_other(make_row, write_run, tm
     assert "passes: bf16-mixed / float64" in group.mixed
 
 
+def test_targets_done_in_several_dtypes_of_the_passes_are_one_method(make_row, write_run, tmp_path):
+    for number, passes in enumerate(("float32", "bfloat16")):
+        row = make_row(0.2, target=f"t{number}", settings={"pass_dtype": passes})
+        write_run(passes, [row], label="m")
+    data = load([tmp_path / "runs"])
+    [group] = data.groups
+    assert data.labels == ["m"]
+    assert len(group.rows) == 2
+    assert "passes: bfloat16 / float32" in group.mixed
+
+
 # Tables
 
 
@@ -640,6 +651,17 @@ def test_a_claim_says_which_runs_are_not_what_it_needs(make_row, write_run, tmp_
     write_run("b", [make_row(0.1, method="GCG")])
     [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
     assert line[5] == "needs DLMI and another method; not as in the paper: DLMI(1, shared)"
+
+
+def test_a_claim_says_what_its_runs_must_share(make_row, write_run, tmp_path):
+    """DLMI and another method are there, but no target that both did with the same seed."""
+    for number, method in enumerate(("DLMI", "GCG", "SODA")):
+        settings = {"loss": "margin"} if method == "SODA" else {}
+        rows = [make_row(0.1, target=f"t{i}", seed=number, settings=settings) for i in range(3)]
+        write_run(method, [dataclasses.replace(row, method=method) for row in rows])
+    [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
+    assert line[3] == "not tested"
+    assert line[5] == "needs DLMI and another method (with the same seeds)"
 
 
 def test_anytime_is_tested_on_the_prompt_of_the_moment(make_row, write_run, tmp_path):
