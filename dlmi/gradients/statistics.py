@@ -36,10 +36,9 @@ _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 def measure(
     gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
 ) -> dict[str, Statistic]:
-    """All statistics of K draws, (K, N V); those that need a truth are undefined without one.
+    """All statistics of K draws, (K, N V); a sparse estimator comes with its coverage.
 
-    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows. A
-    sparse estimator comes with its coverage.
+    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
     """
     products = inner_products(gradients, gradients)
     found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}
@@ -65,10 +64,7 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norm(products: Tensor, indices: Indices) -> float:
-    """Unbiased squared norm of the mean of some draws: pairs of different ones only.
-
-    A single one is taken as it is: an exact truth has no noise.
-    """
+    """Unbiased squared norm of the mean of some draws; a single one is taken as exact."""
     part = products[indices][:, indices]
     count = len(indices)
     if count == 1:
@@ -98,8 +94,8 @@ def spread(products: Tensor) -> dict[str, Statistic]:
 def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]:
     """Cosine and relative bias from inner products (K, K), (K, T) and (T, T).
 
-    Undefined where a norm that they are relative to does not stand out of its noise. The cosine is
-    not cut to [-1, 1]: an estimate of 1 has noise on both sides.
+    Undefined where a norm in the denominator is not above its noise. The cosine is not clamped to
+    [-1, 1]: an estimate of 1 has noise on both sides.
     """
 
     def cosine(draws: Indices, blocks: Indices) -> float:
@@ -127,11 +123,7 @@ def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]
 
 
 def _is_above_zero(products: Tensor) -> bool:
-    """Whether the norm of a mean stands out of its noise: a ratio to it means little otherwise.
-
-    Judged by the squared norm or, as heavy tails upset it less, by the squared SNR. A norm without
-    noise stands out if it is there at all.
-    """
+    """Whether the norm of a mean is above its noise, by its interval or by that of the SNR."""
     if len(products) == 1:
         return float(products) > 0
     found = spread(products)
@@ -150,8 +142,8 @@ def variance_max(gradients: Tensor) -> Statistic:
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
     """The largest |mean of the draws - truth| of a logit, as in the paper: (K, P) and (T, P).
 
-    A maximum cannot be freed of its noise as a sum can: of an unbiased estimator it is about
-    sqrt(variance_max / K) and more. Read it beside that, and `bias_over_norm` in its place.
+    The noise of a maximum cannot be subtracted: for an unbiased estimator it is about
+    sqrt(variance_max / K) and more. Compare it with that, and prefer `bias_over_norm`.
     """
 
     def largest(draws: Indices, known: Indices) -> float:

@@ -19,8 +19,8 @@ from matplotlib.collections import PolyCollection
 from scipy import stats
 
 from dlmi import DLMI, InputError, Inverter, TargetDataModule, read_rows
-from dlmi.gradient_rows import STATISTICS, read_gradient_rows
-from dlmi.gradients import GradientRow, Statistic, estimators
+from dlmi.gradient_rows import STATISTICS, GradientRow, Statistic, read_gradient_rows
+from dlmi.gradients import estimators
 from dlmi.report.blocks import ModelText, ReportTable, format_cell
 from dlmi.report.claims.rules import FIXED_HIGH, FIXED_LOW, LEARNED, REINFORCE, RULES, GradientView
 from dlmi.report.claims.table import CLAIMS, Claim, claim_cases, claims_table, decide_on
