@@ -17,6 +17,7 @@ _T = TypeVar("_T")
 Cell = str | int | float | None
 
 ASSETS = files("dlmi.report") / "assets"
+_LONGEST = 2000  # characters of a model's text in a table; the page's list of results has all
 _TEXTS = tomllib.loads((ASSETS / "texts.toml").read_text(encoding="utf-8"))
 
 
@@ -34,7 +35,8 @@ class ModelText(str):
 
     def __new__(cls, parts: Iterable[tuple[str, bool]]) -> "ModelText":
         """From tokens as the tokenizer decodes them."""
-        shown = tuple((visible(text).replace(" ", "␣"), is_wrong) for text, is_wrong in parts)
+        cut = ((f"{t[:_LONGEST]}…" if len(t) > _LONGEST else t, wrong) for t, wrong in parts)
+        shown = tuple((visible(text).replace(" ", "␣"), wrong) for text, wrong in cut)
         made = super().__new__(cls, "".join(text for text, _ in shown))
         made.parts = shown
         return made

@@ -236,9 +236,10 @@ def _violin_panel(values: dict[str, list[float]], axes: Axes) -> None:
             colours = {"facecolor": style.line["color"], "edgecolor": "black"}
             body.set(**colours, alpha=0.75, linewidth=0.6)
         if len(found):
-            centre, look = found.mean(), {"color": "black", "markerfacecolor": "white"}
+            look: dict[str, Any] = {"fmt": "o", "color": "black", "markerfacecolor": "white"}
+            centre = found.mean()
             ends = [[centre - found.min()], [found.max() - centre]]
-            axes.errorbar(centre, place, xerr=ends, fmt="o", **look, linewidth=0.8, capsize=2.5)
+            axes.errorbar(centre, place, xerr=ends, **look, linewidth=0.8, capsize=2.5)
     axes.set_yticks(range(len(values)), [safe_text(estimator, 1.4) for estimator in values])
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")

@@ -495,6 +495,11 @@ def shown(text):
     return ModelText([(text, False)])
 
 
+def test_a_long_text_is_cut_in_tables():
+    text = ModelText([("a" * 100_000, False), ("b", True)])
+    assert text == "a" * 2000 + "…b"
+
+
 def test_markdown_shows_hostile_text_as_it_is():
     page = (
         MarkdownIt("commonmark", {"html": True})

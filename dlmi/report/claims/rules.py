@@ -38,13 +38,14 @@ FIXED_LOW, FIXED_HIGH = "GS tau=1", "GS tau=100"
 LEARNED = ("GS L tau0=1", "GS L tau0=100", "GS D+L tau0=1", "GS D+L tau0=100")
 _HIGH_AND_LOW = ((LEARNED[1], LEARNED[0]), (LEARNED[3], LEARNED[2]))
 
-RULES: dict[str, Callable[[Any], NamedEstimates]] = {}
+Rule = Callable[..., NamedEstimates]
+RULES: dict[str, Rule] = {}
 
 
-def decides(number: str, **arguments: Any) -> Callable[..., Any]:
+def decides(number: str, **arguments: Any) -> Callable[[Rule], Rule]:
     """Enter a rule into `RULES` by the number of its claim; `arguments` go to the rule."""
 
-    def enter(rule: Callable[..., NamedEstimates]) -> Callable[..., NamedEstimates]:
+    def enter(rule: Rule) -> Rule:
         RULES[number] = partial(rule, **arguments)
         return rule
 

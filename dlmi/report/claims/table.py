@@ -96,10 +96,10 @@ def claims_table(data: ReportData) -> ReportTable:
                 outcomes.append((name, verdict, said.metric, evidence, *others))
         missing = (None, "not tested", said.metric, _missing(said, data), None, None)
         rows += [(number, said.text, *outcome) for outcome in outcomes or [missing]]
-    columns = ("claim", "the paper says", "on", "verdict", "metric", "what decided it")
-    columns += ("as in the authors' code", "what decides that")
+    columns = ["claim", "the paper says", "on", "verdict", "metric", "what decided it"]
+    columns += ["as in the authors' code", "what decides that"]
     texts = block_texts("claims", confidence=CONFIDENCE, targets=MIN_TARGETS)
-    return ReportTable(*texts, columns, tuple(rows))
+    return ReportTable(*texts, tuple(columns), tuple(rows))
 
 
 def claim_cases(data: ReportData) -> dict[Kind, list[Case]]:
@@ -151,7 +151,7 @@ def decide_on(number: str, views: Sequence[Any]) -> tuple[Verdict, str]:
 def _missing(said: Claim, data: ReportData) -> str:
     """What a claim needs: runs, what they must share, and which runs differ from the paper's."""
     every = list(data.each())
-    shared = {
+    shared: dict[str, set[Any]] = {
         "LM": {(group.fingerprint, group.dtype) for group, _ in every},
         "targets": {frozenset((r.target_set, r.target_id) for r in s.rows) for _, s in every},
         "N": {series.prompt_length for _, series in every},
