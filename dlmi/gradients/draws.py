@@ -32,11 +32,16 @@ class DrawSlot(Slot):
     @classmethod
     def of(cls, slot: Slot, method: Estimator, purpose: str = "") -> "DrawSlot":
         """A copy of a slot's state with the tensors of a method; a missing Phi is 0."""
+        params = {}
+        for name, shape in method.shapes(slot.length, slot.tokens.vocabulary).items():
+            value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
+            value = value.expand(shape) if shape else value.mean()
+            params[name] = nn.Parameter(value, requires_grad=name == "Z")
         copy = cls(
             target=slot.target,
             examples=slot.target.examples,
             tokens=slot.tokens,
-            params=_leaves(slot, method),
+            params=params,
             length=slot.length,
             rng=torch.Generator(),
             step=slot.step,
@@ -46,15 +51,6 @@ class DrawSlot(Slot):
         )
         copy.rng.manual_seed(copy.seed("rng"))
         return copy
-
-
-def _leaves(slot: Slot, method: Estimator) -> dict[str, nn.Parameter]:
-    leaves = {}
-    for name, shape in method.shapes(slot.length, slot.tokens.vocabulary).items():
-        value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
-        value = value.expand(shape) if shape else value.mean()
-        leaves[name] = nn.Parameter(value, requires_grad=name == "Z")
-    return leaves
 
 
 @torch.enable_grad()

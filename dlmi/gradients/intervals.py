@@ -27,9 +27,11 @@ def jackknife(
     value = statistic(all_draws, all_blocks)
     if not math.isfinite(value):
         return UNDEFINED
-    replicates = [[statistic(_without(i, all_draws), all_blocks) for i in all_draws]]
+    replicates = [[statistic(all_draws[:i] + all_draws[i + 1 :], all_blocks) for i in all_draws]]
     if blocks > 1:
-        replicates.append([statistic(all_draws, _without(i, all_blocks)) for i in all_blocks])
+        replicates.append(
+            [statistic(all_draws, all_blocks[:i] + all_blocks[i + 1 :]) for i in all_blocks]
+        )
     freedoms = [len(values) - 1 for values in replicates]
     variances = [
         float(torch.tensor(values, dtype=torch.float64).var(correction=0)) * (len(values) - 1)
@@ -44,10 +46,6 @@ def jackknife(
     freedom = total**2 / sum(variance**2 / free for variance, free in parts)
     low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
     return Statistic(value, float(low), float(high))
-
-
-def _without(left_out: int, indices: Indices) -> list[int]:
-    return [i for i in indices if i != left_out]
 
 
 def exponential(logarithm: Statistic) -> Statistic:
