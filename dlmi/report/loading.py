@@ -198,8 +198,11 @@ def _titles(groups: Sequence[Group]) -> list[str]:
 
 
 def _notes(group: Group) -> Iterator[str]:
-    """How many rows of each series do not end where the last budget does."""
+    """Series that lack targets of their N, and rows that do not end where the last budget does."""
     last = group.budgets[-1]
+    targets = defaultdict(set)
+    for series in group.series:
+        targets[series.prompt_length] |= {row.target_id for row in series.rows}
     for series in group.series:
         rows = series.rows
         ended = [row for row in rows if row.stop_reason == "budget" and last.axis == "step"]
@@ -215,4 +218,7 @@ def _notes(group: Group) -> Iterator[str]:
             ),
         }
         place = f"{group.model}, {series.label}, N={series.prompt_length}"
+        own, every = len({row.target_id for row in rows}), len(targets[series.prompt_length])
+        if own < every:
+            yield f"{place}: has {own} of {every} targets; its means are over those alone"
         yield from (f"{place}: {n} of {len(rows)} rows {what}" for what, n in counts.items() if n)

@@ -316,6 +316,13 @@ def test_rows_with_smaller_budgets_or_interrupted_are_noted(make_row, write_run,
     assert "PEZ, N=4: 1 of 1 rows were interrupted" in notes
 
 
+def test_a_method_without_all_targets_is_noted(make_row, write_run, tmp_path):
+    write_run("a", [make_row(0.1, target=f"t{i}") for i in range(3)])
+    write_run("b", [make_row(0.9, target="t0", method="SODA")])
+    [note] = load([tmp_path / "runs"]).notes
+    assert note.endswith("SODA, N=4: has 1 of 3 targets; its means are over those alone")
+
+
 def test_steps_of_the_command_replace_those_of_a_comparison(two_methods, tmp_path):
     assert two_methods.groups[0].budgets == (("step", 10.0), ("step", 20.0))
     assert load([tmp_path / "runs"], steps=[5]).groups[0].budgets == (("step", 5.0),)

@@ -80,7 +80,8 @@ def _evidence(finding: Finding) -> str:
     what, found = finding
     low, high = found.interval(CONFIDENCE)
     interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(low) else " (no interval)"
-    return f"{what}: {found.mean:.3f}{interval}, {found.targets} targets"
+    targets = f"{found.targets} target{'' if found.targets == 1 else 's'}"
+    return f"{what}: {found.mean:.3f}{interval}, {targets}"
 
 
 def claims_table(data: ReportData) -> ReportTable:
