@@ -62,16 +62,11 @@ class Cell:
         return stored.spent if stored.is_done else None
 
     @property
-    def finished_rows(self) -> int:
-        """Number of targets that are done."""
-        return count_finished(self.folder)
-
-    @property
     def share(self) -> float:
         """The part of it that is done, from 0 to 1."""
         if self.seconds is not None:
             return 1.0
-        return min(self.finished_rows / self.targets, 1.0) if self.targets else 0.0
+        return min(count_finished(self.folder) / self.targets, 1.0) if self.targets else 0.0
 
     @property
     def latest_line(self) -> str:

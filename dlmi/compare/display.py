@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dlmi.compare.cells import Cell
 from dlmi.compare.grid import Grid
+from dlmi.rows import count_finished
 from dlmi.text import clock, visible
 
 _LOG_SECONDS = 60.0
@@ -74,7 +75,7 @@ class GridDisplay:
 
     def end(self, cell: Cell, error: str | None) -> None:
         """A cell has ended; `error` says why if it failed."""
-        rows = f"{cell.finished_rows} rows in {clock(cell.seconds or 0)}"
+        rows = f"{count_finished(cell.folder)} rows in {clock(cell.seconds or 0)}"
         self._say(f"{cell.name}: {rows if error is None else f'failed: {error}'}")
 
     def _line(self, cost: _Cost, seconds: float) -> str:

@@ -15,7 +15,6 @@ _PASSES = {"precision", "pass_dtype"}
 # What a prompt may be, unrestricted. Rows from before there was a choice lack them.
 _UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none", "fluency": 0.0}
 _FORMS = {
-    "best_so_far": "best so far",
     "argmax": "argmax of the last step",
     "softmax": "softmax without noise",
     "gumbel_sample": "Gumbel sample",

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -72,7 +72,10 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]
         files = {**found, **files}
     runs: list[Run] = []
     gradients: list[list[GradientRow]] = []
-    notes = [note for path in paths for note in _failed_cells(path)]
+    notes = []
+    for failure in sorted(file for path in paths for file in path.rglob(FAILURE_FILE)):
+        error = (read_json_file(failure) or {}).get("error")
+        notes.append(f"{failure.parent}: failed{f' ({error})' if isinstance(error, str) else ''}")
     for file in files.values():
         if file.name.startswith("gradients"):
             gradients.append(_read_file(file, GradientRow.from_json, notes))
@@ -128,10 +131,3 @@ def _checked_row(line: dict[str, Any]) -> Inversion:
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
         raise InputError("an LCS is not between 0 and 1")
     return row
-
-
-def _failed_cells(path: Path) -> Iterator[str]:
-    """A note on each run of a comparison that failed."""
-    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
-        error = (read_json_file(file) or {}).get("error")
-        yield f"{file.parent}: failed{f' ({error})' if isinstance(error, str) else ''}"
