@@ -200,7 +200,7 @@ def _titles(groups: Sequence[Group]) -> list[str]:
 def _notes(group: Group) -> Iterator[str]:
     """Series that lack targets of their N, and rows that do not end where the last budget does."""
     last = group.budgets[-1]
-    targets = defaultdict(set)
+    targets: dict[int, set[str]] = defaultdict(set)
     for series in group.series:
         targets[series.prompt_length] |= {row.target_id for row in series.rows}
     for series in group.series:
