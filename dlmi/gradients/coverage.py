@@ -22,8 +22,7 @@ class SampleCoverage:
 
     pairs: float  # of samples from two draws that share a token at a position
     known_pairs: float = 0.0  # the same among the logits that the truth knows
-    # Samples that hold a token of the truth, weighted by its squared gradient, or pairs with
-    # samples of a sparse truth
+    # Samples with a token of the truth, weighted by its squared gradient; pairs if it is sparse
     truth_hits: float = 0.0
 
     @property

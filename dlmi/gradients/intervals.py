@@ -32,7 +32,6 @@ def jackknife(
         replicates.append(
             [statistic(all_draws, all_blocks[:i] + all_blocks[i + 1 :]) for i in all_blocks]
         )
-    freedoms = [len(values) - 1 for values in replicates]
     variances = [
         float(torch.tensor(values, dtype=torch.float64).var(correction=0)) * (len(values) - 1)
         for values in replicates
@@ -42,8 +41,8 @@ def jackknife(
         return Statistic(value, None, None)
     if total == 0:
         return Statistic(value, value, value)
-    parts = zip(variances, freedoms, strict=True)
-    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
+    parts = zip(variances, replicates, strict=True)
+    freedom = total**2 / sum(variance**2 / (len(values) - 1) for variance, values in parts)
     low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
     return Statistic(value, float(low), float(high))
 

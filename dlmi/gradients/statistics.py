@@ -102,24 +102,21 @@ def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]
         squares = squared_norm(own, draws), squared_norm(truth, blocks)
         if min(squares) <= 0:
             return math.nan
-        return _mean(cross, draws, blocks) / math.sqrt(squares[0] * squares[1])
+        return float(cross[draws][:, blocks].mean()) / math.sqrt(squares[0] * squares[1])
 
     def squared_bias(draws: Indices, blocks: Indices) -> float:
         square = squared_norm(truth, blocks)
         if square <= 0:
             return math.nan
-        both = squared_norm(own, draws) - 2 * _mean(cross, draws, blocks)
+        both = squared_norm(own, draws) - 2 * float(cross[draws][:, blocks].mean())
         return both / square + 1
 
     sizes = len(own), len(truth)
     is_true_seen = _is_above_zero(truth)
     is_seen = is_true_seen and _is_above_zero(own)
-    return {
-        "cosine": jackknife(cosine, *sizes) if is_seen else UNDEFINED,
-        "bias_over_norm": (
-            square_root(jackknife(squared_bias, *sizes)) if is_true_seen else UNDEFINED
-        ),
-    }
+    bias = square_root(jackknife(squared_bias, *sizes)) if is_true_seen else UNDEFINED
+    alignment = jackknife(cosine, *sizes) if is_seen else UNDEFINED
+    return {"cosine": alignment, "bias_over_norm": bias}
 
 
 def _is_above_zero(products: Tensor) -> bool:
@@ -150,10 +147,6 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
         return _log((gradients[draws].mean(0) - blocks[known].mean(0)).abs().max())
 
     return exponential(jackknife(largest, len(gradients), len(blocks)))
-
-
-def _mean(products: Tensor, rows: Indices, columns: Indices) -> float:
-    return float(products[rows][:, columns].mean())
 
 
 def _log(value: Tensor) -> float:
