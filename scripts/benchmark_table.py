@@ -2,7 +2,7 @@
 
 Of each target the best prompt within the budget counts: the highest honest LCS, then the lowest
 discrete cross-entropy, read from the evaluations that had cost no more than the budget. Folders
-are those of `python -m dlmi compare`; their cells are put together.
+are those of `python -m dlmi compare`; the cells of all of them are one comparison.
 """
 
 import json
@@ -33,13 +33,13 @@ def read_cells(folders: Iterable[str]) -> dict[tuple[int, int], dict[str, list[R
 
 
 def within(row: Row, budget: int) -> tuple[float, float]:
-    """The best LCS and the lowest discrete cross-entropy that a budget has paid for."""
+    """The best LCS and the lowest discrete cross-entropy within a budget."""
     points = [p for p in row["trace"] if p["token_passes"] <= budget]
     return max(p["lcs"] for p in points), min(p["discrete_loss"] for p in points)
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
@@ -82,7 +82,7 @@ def overall(sizes: dict[tuple[int, int], dict[str, list[Row]]]) -> str:
 
 
 def floors(rows: dict[str, list[Row]]) -> str:
-    """What prompts say that nobody has optimised."""
+    """The LCS of prompts that were not optimised."""
     every = [row for mine in rows.values() for row in mine]
     names = ("no_prompt", "random_prompt", "copy_prompt")
     found = {n: mean(r["lcs_matrix"][n]["free_greedy"] for r in every) for n in names}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def processor_seconds(folder: Path, config: Path, passes: int) -> tuple[float, int]:
-    """Run `fit` once: its processor time, and the token-passes that its rows name."""
+    """Run `fit` once; returns its processor time and the token-passes of its rows."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as run:
         command = [sys.executable, "-m", "dlmi", "fit", "--config", str(config.resolve())]

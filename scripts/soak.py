@@ -1,4 +1,4 @@
-"""Kill a run again and again, resume it each time, and compare with a run that was left alone.
+"""Kill a run many times, resume it each time, and compare it with an undisturbed run.
 
 `.venv/bin/python scripts/soak.py` takes some minutes: 500 targets of a tiny LM through 8 slots on
 2 workers, killed every few seconds (all, one before the others, or asked to stop by SIGTERM). It
@@ -37,7 +37,7 @@ SAME = ("prompt_ids", "output_ids", "lcs", "best_step", "steps", "stop_reason", 
 
 
 def command(lm: Path, folder: Path, options: argparse.Namespace) -> list[str]:
-    """A run in a folder, begun or gone on with."""
+    """The command that starts or resumes a run in a folder."""
     flags = {
         "data.lm": lm,
         "data.dtype": "float64",
@@ -64,7 +64,7 @@ def command(lm: Path, folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """In a process group of its own."""
+    """Start the run in its own process group."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("ab") as screen:
         return subprocess.Popen(
@@ -73,7 +73,7 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def disturb(process: "subprocess.Popen[bytes]", dice: random.Random) -> str:
-    """One of three ways to end a run: all at once, one a little before the others, a request."""
+    """End a run: kill all workers, kill one first, or ask it to stop. Returns which."""
     workers = psutil.Process(process.pid).children()
     way = dice.choice(["all", "one", "term"])
     if way == "term":
@@ -89,7 +89,7 @@ def disturb(process: "subprocess.Popen[bytes]", dice: random.Random) -> str:
 
 
 def soak(words: list[str], folder: Path, log: Path, options: argparse.Namespace) -> int:
-    """Run to the end through all disturbances; how many there were."""
+    """Run to the end, disturbed again and again; returns how often."""
     dice = random.Random(options.seed)
     lives = 0
     while True:
@@ -113,7 +113,7 @@ def soak(words: list[str], folder: Path, log: Path, options: argparse.Namespace)
 
 
 def watch(words: list[str], folder: Path, log: Path) -> "list[tuple[int, int, int]]":
-    """An undisturbed run: finished targets, bytes and open files of all workers."""
+    """An undisturbed run; returns samples of finished targets, bytes and open files."""
     process = start(words, log)
     samples = []
     while process.poll() is None:

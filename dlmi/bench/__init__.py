@@ -1,1 +1,1 @@
-"""How fast this tool is on this machine, against named references in the same run."""
+"""Speed of this package on this machine, next to references measured in the same run."""

@@ -1,7 +1,7 @@
-"""What a token-pass of a search costs, alone and beside others.
+"""The time per token-pass of a search, with one slot and with several.
 
-The searches of several slots share the LM's passes, so that a token-pass should take less time the
-more slots there are, until the machine has enough to do.
+Slots share the LM's passes, so a token-pass takes less time with more slots, until the machine is
+busy.
 """
 
 import statistics

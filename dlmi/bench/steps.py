@@ -1,9 +1,8 @@
 r"""The time of an optimisation step, against its floor and against a textbook implementation.
 
-The floor is what cannot be avoided: the LM's forward and backward pass on the same rows, with the
-head on the target positions, and the two products with E; it runs in the same process, so that it
-has all that this tool has. The textbook runs in a process of its own, as a script would. All three
-alternate, between the steps of one run of Lightning.
+The floor is the LM's forward and backward pass on the same rows, with the head on the target
+positions, and the two products with E, in the same process. The textbook implementation runs in its
+own process, as a script would. All three alternate between the steps of one run of Lightning.
 """
 
 import statistics
@@ -30,9 +29,9 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One line of the table: medians of a step of this tool, of the floor and of the textbook.
+    """One line of the table: medians of a step of this package, the floor and the textbook.
 
-    Peaks are what is allocated at once in a step; Z, its gradient and its moments are there before.
+    Peaks are memory allocated in a step, without Z, its gradient and its moments.
     """
 
     prompt_length: int
@@ -45,11 +44,11 @@ class StepTimes:
     peak_bytes: int
     floor_peak_bytes: int  # in the LM's pass
     textbook_peak_bytes: int
-    token_passes_per_second: float  # forward or backward through the LM, by this tool
-    matmul_share: float  # of the machine's measured matrix-product speed, by this tool
+    token_passes_per_second: float  # of this package
+    matmul_share: float  # of this package, of the measured speed of a matrix product
 
     def ratios(self) -> dict[str, float]:
-        """What the times and peaks come to."""
+        """Ratios of times, and the difference of peaks."""
         return {
             "step / floor": self.seconds / self.floor_seconds,
             "textbook / step": self.textbook_seconds / self.seconds,
@@ -69,7 +68,7 @@ def time_steps(
     textbook_seconds: list[float] = []
 
     def others() -> None:
-        # In turn, so that none always runs in the wake of the same other.
+        # In alternating order, so that neither always runs after the same other.
         is_floor_first = len(floor_seconds) % 2 == 0
         if is_floor_first:
             floor_seconds.append(seconds_of(floor.step, lm.device))
@@ -79,7 +78,7 @@ def time_steps(
 
     textbook.ask("begin", length, samples, target_ids.tolist())
     clock, steps = StepClock(lm.device, _WARM_UP, others), _WARM_UP + repeats
-    # What is timed is this tool as a user runs it, with no evaluation on the way.
+    # As a user runs it, but without evaluations between the steps.
     run = Inverter(DLMI(num_samples=samples), length, steps=steps, eval_every=steps)
     target = Target.single("bench", tuple(target_ids[0].tolist()), "")
     run_quietly(run, TargetDataModule.of(lm, [target], batch_size=1), [clock])
@@ -101,7 +100,7 @@ def time_steps(
 
 
 class Floor:
-    """What a step with S samples of N tokens, and a target (1, M), cannot do without."""
+    """The least work of a step with S samples of N tokens and a target (1, M)."""
 
     def __init__(self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor) -> None:
         self.lm = lm
@@ -120,13 +119,13 @@ class Floor:
         torch.autograd.grad(loss, embeds)
 
     def step(self) -> None:
-        """The pass and the two products, into memory that is there."""
+        """The pass and the two products, into allocated memory."""
         self.lm_pass()
         torch.mm(self.weights, self.matrix, out=self.gradient)
         torch.mm(self.gradient, self.matrix.T, out=self.weights)
 
     def operations(self) -> int:
-        """Floating-point operations of the products in a step, attention op by op."""
+        """Floating-point operations of the matrix products in a step, attention included."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             self.step()
         return int(counter.get_total_flops())

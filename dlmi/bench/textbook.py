@@ -1,7 +1,7 @@
-"""A textbook implementation of a DLMI step, in a process of its own.
+"""A textbook implementation of a DLMI step, in its own process.
 
-Gumbel-Softmax on S copies of Z, a product with E, logits at all positions, Adam: the method as one
-would write it down, in a plain script with PyTorch's and the system's defaults.
+Gumbel-Softmax on S copies of Z, a product with E, logits at all positions, Adam: a direct
+implementation with PyTorch's and the system's defaults.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from dlmi.lm.placement import DType
 
 
 class Textbook:
-    """DLMI as one would write it down: S samples of N tokens for a target (1, M)."""
+    """A direct implementation of DLMI: S samples of N tokens for a target (1, M)."""
 
     def __init__(
         self, lm: FrozenLM, length: int, samples: int, target_ids: Tensor, tau0: float = 100.0
@@ -53,10 +53,7 @@ class Textbook:
 
 
 class TextbookProcess:
-    """A child process that makes a textbook step when it is asked to.
-
-    It loads the LM itself, as `load_lm` does, and runs it on so many threads.
-    """
+    """A child process that loads the LM and makes textbook steps on request."""
 
     def __init__(self, lm: str, dtype: DType, device: torch.device, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -83,7 +80,7 @@ class TextbookProcess:
 def _serve(connection: Connection, name: str, dtype: DType, device: str, threads: int) -> None:
     torch.set_num_threads(threads)
     lm = load_lm(name, dtype, device)
-    with suppress(EOFError):  # the parent has had enough
+    with suppress(EOFError):  # the parent has closed the connection
         while True:
             question, *arguments = connection.recv()
             if question == "begin":

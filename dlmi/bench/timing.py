@@ -1,4 +1,4 @@
-"""Clocks and peaks for the benchmark."""
+"""Wall time and peak memory for the benchmark."""
 
 import itertools
 import os
@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler's own notes off the screen
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was told."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 class PeakMemory:
-    """The most memory allocated at once from now on until it stops, beyond what is there now."""
+    """The peak of allocated memory until `stop`, above what is allocated now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> 
 
 
 class StepClock(Callback):
-    """Times the optimisation steps of a run, and lets others run between two steps.
+    """Times the optimisation steps of a run, and calls `between` after each.
 
     Args:
         device: Where the steps run.

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a cell's file says of an earlier part of its run."""
+    """The content of a cell's file: settings, seconds spent, and whether the run has ended."""
 
     settings: dict[str, dict[str, Any]]
     spent: float = 0.0
@@ -35,47 +35,42 @@ class Cell:
     """One run of a comparison."""
 
     folder: Path  # its own, an ordinary run folder; its name is the cell's
-    place: str  # which run of the grid it is, but for the seed
+    place: str  # its name without the seed
     label: str  # the method's name in the grid
     axis: Axis  # what budgets are counted in
     budgets: list[int]  # at which its traces are read, ascending
     config: Path  # the method's configuration file
-    overrides: dict[str, Any]  # what the grid changes in it
-    settings: dict[str, Any]  # everything that decides its rows, as `fit` will see it
-    targets: int | None  # how many it inverts; None where only the run will know
-    token_passes: int | None  # what all of them cost at most; None likewise
+    overrides: dict[str, Any]  # settings of the grid on top of it
+    settings: dict[str, Any]  # all settings of model and data, as `fit` will see them
+    targets: int | None  # None where their number is not known before the run
+    token_passes: int | None  # upper bound for all targets; None where there is none
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return self.folder.name
 
     @property
     def log(self) -> Path:
-        """All that it says."""
+        """The output of its process."""
         return self.folder / "log.txt"
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, without its stops in between; None unless it is done."""
+        """Run time without interruptions; None unless it is done."""
         stored = self._stored()
         return stored.spent if stored.is_done else None
 
     @property
-    def finished_rows(self) -> int:
-        """Targets that are done with."""
-        return count_finished(self.folder)
-
-    @property
     def share(self) -> float:
-        """How much of it is done."""
+        """The part of it that is done, from 0 to 1."""
         if self.seconds is not None:
             return 1.0
-        return min(self.finished_rows / self.targets, 1.0) if self.targets else 0.0
+        return min(count_finished(self.folder) / self.targets, 1.0) if self.targets else 0.0
 
     @property
     def latest_line(self) -> str:
-        """The last thing that it said."""
+        """The last line of its output."""
         text = self.log.read_text("utf-8", "replace") if self.log.exists() else ""
         return (text.strip().splitlines() or [""])[-1].removeprefix("dlmi: error: ")
 
@@ -91,12 +86,9 @@ class Cell:
                 )
 
     def run(self, tick: Callable[[], None]) -> str | None:
-        """Run it to its end, or on from where it was; the error that ended it, if one did.
-
-        `tick` is called a few times a second.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Run or resume it; returns the error that ended it, if any. `tick` is called often."""
         failure, overrides = self.folder / FAILURE_FILE, self.folder / "cell.yaml"
+        self.folder.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
         spent = self._stored().spent
         self._store(spent)
@@ -108,7 +100,7 @@ class Cell:
         command += [f"{logger}.name", self.folder.parent.name, f"{logger}.version", self.name]
         began, exit_code = time.monotonic(), None
         with self.log.open("ab") as screen:
-            # A session of its own: Ctrl-C comes from here, once, or it would stop without saving.
+            # In its own session, so that Ctrl-C reaches it once: a second one stops it unsaved.
             process = subprocess.Popen(
                 command, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -118,13 +110,13 @@ class Cell:
                 self._store(spent + time.monotonic() - began, exit_code == 0)
         if exit_code == 0:
             return None
-        error = self.latest_line or f"ended with exit code {exit_code} and said nothing"
+        error = self.latest_line or f"ended with exit code {exit_code} and no output"
         record = {"error": error, "exit_code": exit_code, "log": str(self.log)}
         failure.write_text(json.dumps(record) + "\n", encoding="utf-8")
         return error
 
     def _stored(self) -> _Stored:
-        """What its file says; the settings of a cell that was never begun are its own."""
+        """The content of its file; a cell without one has its present settings."""
         file = self.folder / CELL_FILE
         found = read_json_file(file)
         try:
@@ -142,8 +134,8 @@ class Cell:
 
 
 def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
-    """Wait for a cell; Ctrl-C and SIGTERM reach it, and it gets the time to save itself."""
-    # Both: a shell that starts this in the background lets it ignore Ctrl-C from the outset.
+    """Wait for a cell; Ctrl-C and SIGTERM are passed on, and it has time to save itself."""
+    # Set for SIGINT too: a shell that starts a command in the background makes it ignore SIGINT.
     signals = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(signum, signal.default_int_handler) for signum in signals]
     try:
@@ -164,10 +156,6 @@ def _wait(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> int:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by the names that `fit` knows them by.
-
-    >>> _flat({"model": {"method": {"class_path": "DLMI", "init_args": {"tau0": 1.0}}}})
-    {'model.method.class_path': 'DLMI', 'model.method.tau0': 1.0}
-    """
+    """Settings by their names on the command line, such as `model.method.tau0`."""
     items = dict_to_namespace(settings).items()
     return {name.replace(".init_args", ""): value for name, value in items}

@@ -1,8 +1,7 @@
-"""What a run will cost, known before it begins and without its LM.
+"""An upper bound of a run's cost, without loading its LM.
 
-A relaxation asks the LM for the same passes in every step. So one step is driven on a stand-in of a
-few tokens, and its passes are priced instead of read. A search asks for what its last answers
-suggest: what its steps cost, only the run will know.
+A relaxation asks for the same passes in every step, so one step is run on a tiny vocabulary and its
+passes are counted. What a search asks for depends on the LM's answers: its steps have no bound.
 """
 
 from contextlib import suppress
@@ -28,7 +27,7 @@ _TOKENS, _WIDTH = 8, 4  # of the stand-in
 
 
 def count_targets(data: TargetDataModule) -> int | None:
-    """How many prompts a run looks for; None where only the run will know."""
+    """The number of prompts that a run looks for; None where only the LM's tokenizer knows."""
     if data.share is not None:
         return 1
     if isinstance(data.source, ByRank):
@@ -39,9 +38,7 @@ def count_targets(data: TargetDataModule) -> int | None:
 def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
     """Token-passes of one target that is never solved, evaluations included.
 
-    A token budget is never overrun. A budget of steps is that many times what a step costs; None
-    where that is not known: for searches, and for targets or templates that the LM has to encode.
-    Nothing is loaded.
+    None for a search without a token budget, and for targets or templates that the LM encodes.
     """
     method = inverter.method
     if inverter.token_budget is not None:
@@ -59,7 +56,7 @@ def most_token_passes(inverter: Inverter, data: TargetDataModule) -> int | None:
 
 
 def _price_of_step(method: Relaxation[Any], length: int, target: Target) -> int:
-    """Token-passes of one step, with nothing kept from pass to pass."""
+    """Token-passes of one step without cached prefixes."""
     matrix = torch.eye(_TOKENS, _WIDTH)
     stand_in = SimpleNamespace(
         prompt_token_ids=torch.arange(_TOKENS),

@@ -1,4 +1,4 @@
-"""What a comparison shows of itself: its plan, and how far it is."""
+"""What a comparison prints: its plan, and its progress."""
 
 import statistics
 import time
@@ -11,16 +11,14 @@ from rich.table import Table
 
 from dlmi.compare.cells import Cell
 from dlmi.compare.grid import Grid
+from dlmi.rows import count_finished
 from dlmi.text import clock, visible
 
 _LOG_SECONDS = 60.0
 
 
 class _Cost:
-    """What some cells cost, and what of that is done with, as it stands on disk.
-
-    Token-passes are those of cells whose cost is known; `unknown` counts the others.
-    """
+    """The cost of some cells and how much of it is left; `unknown` counts cells without a cost."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         passes, shares = [cell.token_passes or 0 for cell in cells], [cell.share for cell in cells]
@@ -35,17 +33,16 @@ class _Cost:
 
 
 class GridDisplay:
-    """A bar for the whole grid on a terminal, lines elsewhere; time left by cost."""
+    """A progress bar for the whole grid on a terminal, a line per minute elsewhere."""
 
     def __init__(self, grid: Grid, cells: Sequence[Cell]) -> None:
-        self._console = Console()
         self._cells = cells
         self._out = grid.out
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
-        is_log = not self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=is_log)
+        console = Console()
+        self._is_log = not console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, disable=self._is_log)
         self._task = self._bar.add_task("", total=1.0)
-        self._pause = _LOG_SECONDS if is_log else 1.0
         self._number = 0
         self._began = self._last_shown = 0.0
 
@@ -65,24 +62,24 @@ class GridDisplay:
         self.tick()
 
     def tick(self) -> None:
-        """Show how far it is."""
+        """Show the progress, unless it was shown a moment ago."""
         now = time.monotonic()
-        if now - self._last_shown < self._pause:
+        if now - self._last_shown < (_LOG_SECONDS if self._is_log else 1.0):
             return
         self._last_shown = now
         cost = _Cost(self._cells)
         line = self._line(cost, now - self._began)
         self._bar.update(self._task, completed=cost.share, description=visible(line))
-        if self._bar.disable:
+        if self._is_log:
             self._say(line)
 
     def end(self, cell: Cell, error: str | None) -> None:
-        """A cell is over; `error` says why if it failed."""
-        rows = f"{cell.finished_rows} rows in {clock(cell.seconds or 0)}"
+        """A cell has ended; `error` says why if it failed."""
+        rows = f"{count_finished(cell.folder)} rows in {clock(cell.seconds or 0)}"
         self._say(f"{cell.name}: {rows if error is None else f'failed: {error}'}")
 
     def _line(self, cost: _Cost, seconds: float) -> str:
-        """Time left at the speed of the cells that are done, and what the running cell says."""
+        """Time left at the speed of the cells that are done, and the last line of this one."""
         left = "time left not known before a cell is done"
         rest = _Cost(self._cells[self._number - 1 :])  # those before are done, or failed
         if rest.unknown:
@@ -90,20 +87,17 @@ class GridDisplay:
         elif cost.speed:
             left = f"at most {clock(max(0.0, rest.left / cost.speed - seconds))} left"
         cell = self._cells[self._number - 1]
-        first, *_, last = cell.latest_line.split(" · ") * 2  # its own account of itself
+        first, *_, last = cell.latest_line.split(" · ") * 2  # `fit`'s progress line
         inside = f": {first}, {last}" if last.endswith("left") else ""
         place = f"cell {self._number} of {cost.cells}, {cost.done} done"
         return f"{place} · {left} · {cell.name}{inside}"
 
     def _say(self, text: str) -> None:
-        self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
-    """All cells with what they cost, and the sum.
-
-    The speed is in token passes per second; None for that of the cells that are done.
-    """
+    """Print all cells with their cost; the speed defaults to that of the cells that are done."""
     cost = _Cost(cells)
     speed = speed or cost.speed
     print(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
@@ -114,14 +108,10 @@ def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
     for place in dict.fromkeys(cell.place for cell in cells):
         alike = [cell for cell in cells if cell.place == place]
         part, targets = _Cost(alike), alike[0].targets
-        table.add_row(
-            place,
-            str(part.cells),
-            "?" if targets is None else str(targets),
-            "unknown" if part.unknown else f"{part.total:,}",
-            f"{part.total / speed / 3600:.2f}" if speed and not part.unknown else "?",
-            f"{part.share:.0%}",
-        )
+        total = "unknown" if part.unknown else f"{part.total:,}"
+        hours = f"{part.total / speed / 3600:.2f}" if speed and not part.unknown else "?"
+        count = "?" if targets is None else str(targets)
+        table.add_row(place, str(part.cells), count, total, hours, f"{part.share:.0%}")
     Console().print(table)
     unit = "steps" if grid.axis == "step" else "token passes"
     for size in grid.all_sizes if grid.sizes else grid.all_sizes[:1]:
@@ -131,8 +121,8 @@ def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
     print(f"{cost.total:,} token passes at most in all, {cost.left:,.0f} of them left")
     if cost.unknown:
         print(
-            f"not counted: {cost.unknown} cells whose cost only their runs will know (a search "
-            "counted in steps, or targets that the LM has to encode); `token_budgets` bound it"
+            f"not counted: {cost.unknown} cells whose cost is known only after the run (a search "
+            "with a budget in steps, or targets that the LM encodes); `token_budgets` limit it"
         )
     if speed:
         print(f"at {speed:,.0f} token passes per second: {cost.left / speed / 3600:.1f} hours left")

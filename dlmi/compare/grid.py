@@ -1,4 +1,4 @@
-"""The grid: what a comparison consists of, cell by cell, checked before anything runs."""
+"""The grid of a comparison, checked and turned into cells before anything runs."""
 
 import dataclasses
 import json
@@ -17,10 +17,10 @@ from dlmi.run.budget import NO_STEP_LIMIT
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 
-# What `fit` would see of a configuration file and settings on top of it, and what it would run.
+# The settings that `fit` makes of a configuration file and overrides, and what it would run.
 PlanFit = Callable[[Path, dict[str, Any]], tuple[dict[str, Any], Inverter, TargetDataModule]]
 
-# What the grid itself sets in every cell.
+# Settings of `model` that the grid sets in every cell.
 _GRID_SETTINGS = ("prompt_length", "steps", "token_budget", "seed")
 
 
@@ -92,19 +92,16 @@ class Grid:
 
     @property
     def all_sizes(self) -> list[Size]:
-        """Those given, each with its budgets, ascending."""
+        """All sizes, each with its budgets, ascending."""
         sizes = self.sizes or [Size(length) for length in self.prompt_lengths]
         usual = self.steps or self.token_budgets or []
         return [dataclasses.replace(s, budgets=sorted(s.budgets or usual)) for s in sizes]
 
 
 def plan(grid: Grid, beside: Path, plan_fit: PlanFit) -> list[Cell]:
-    """All cells, the first seed's first, so that an unfinished comparison compares something.
+    """All cells, those of the first seed first: an unfinished comparison then has all methods.
 
     The methods' configuration files are relative to `beside`; `plan_fit` reads them.
-
-    Raises:
-        InputError: For a grid that cannot run, before any of it does.
     """
     _check(grid)
     cells: dict[str, Cell] = {}
@@ -131,13 +128,9 @@ def _check(grid: Grid) -> None:
                 f"{values[0]} and {values[1]}."
             )
     check_at_least_one("budgets", smallest=min(size.budgets[0] for size in grid.all_sizes))
-    sizes = [(size.prompt_length, size.target_length) for size in grid.sizes]
-    lists: dict[str, list[Any]] = {
-        "seeds": grid.seeds,
-        "prompt_lengths": grid.prompt_lengths,
-        "sizes": sizes,
-    }
-    for name, entries in lists.items():
+    sizes = [(size.prompt_length, size.target_length) for size in grid.all_sizes]
+    name_of_sizes = "sizes" if grid.sizes else "prompt_lengths"
+    for name, entries in (("seeds", grid.seeds), (name_of_sizes, sizes)):
         if len(set(entries)) < len(entries):
             raise InputError(f"Expected `{name}` to differ, but got {entries}.")
     for label, spec in grid.methods.items():
@@ -157,7 +150,7 @@ def _with_seed(cell: Cell, seed: int) -> Cell:
 
 
 def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, label: str) -> Cell:
-    """Without its seed: parsing takes a moment, and seeds differ in nothing else."""
+    """Without a seed, so that a configuration is parsed once for all seeds."""
     spec = grid.methods[label]
     config = beside / spec.config
     if not config.is_file():
@@ -188,7 +181,7 @@ def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, l
     decisive = {name: settings[name] for name in ("model", "data")}
     targets = count_targets(data_module)
     per_target = most_token_passes(inverter, data_module)
-    # No part is ever empty, so that the whole cannot look like an option.
+    # No part is empty, so that the name never starts with a hyphen like an option.
     place = "-".join(re.sub(r"[^\w.+-]+", "_", p).strip("_-") or "_" for p in parts if p)
     return Cell(
         folder=Path(grid.out, place),
@@ -198,7 +191,7 @@ def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, l
         budgets=size.budgets,
         config=config,
         overrides=overrides,
-        settings=json.loads(json.dumps(decisive)),  # as its file will say
+        settings=json.loads(json.dumps(decisive)),  # as its file will hold them
         targets=targets,
         token_passes=None if targets is None or per_target is None else targets * per_target,
     )

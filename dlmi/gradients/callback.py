@@ -1,4 +1,4 @@
-"""Bias and variance of gradient estimators, measured along a run that does not notice it."""
+"""A callback that measures bias and variance of gradient estimators along a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +21,10 @@ from dlmi.run.inverter import Inverter
 class GradientStudy(InversionCallback):
     """Measure gradient estimators at the states of a run, into `gradients.jsonl` of its folder.
 
-    A draw is the gradient of Z that one step of a method would use. All are measured at the same Z
-    and Phi: those of the run, before the step in question. Learned temperatures follow the run's
-    Phi, each under its own tau0 (`shared`: its mean); where the run learns none, Phi is 0 and tau
-    is tau0. Loss, teacher forcing and samples per draw are the run's. The run's result, its noise
-    and its account of cost and time stay as they are.
+    A draw is the gradient of Z that one step of a method would use, at the run's Z and Phi before
+    that step. Learned temperatures use the run's Phi with their own tau0 (`shared`: its mean);
+    where the run learns none, Phi is 0 and tau is tau0. Loss, teacher forcing and samples per draw
+    are the run's. The run's results, noise, cost and time do not change.
 
     Args:
         estimators: Which ones.
@@ -62,14 +61,14 @@ class GradientStudy(InversionCallback):
         self.variance_every = variance_every
         self.bias_every = bias_every
         self.settings = StudySettings(draws, truth, truth_samples, truth_blocks, coordinates)
-        self.trajectory: str | None = None  # how rows call the run, if not by its method
+        self.trajectory: str | None = None  # the name of the run in rows; default: its method
         self.path: Path | None = None
         self.notify: Callable[[GradientRow], None] = lambda row: None
         self._environment: dict[str, Any] = {}
         self._done: set[tuple[str, str, str, int, int]] = set()
 
     def on_fit_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Refuse runs that have no Z to measure at, and prompts that cannot be enumerated."""
+        """Check that the run has a Z to measure at, and that its prompts can be enumerated."""
         if trainer.world_size > 1:
             raise InputError(
                 f"Expected a GradientStudy on one device, but the run has {trainer.world_size} "
@@ -88,7 +87,7 @@ class GradientStudy(InversionCallback):
         self._environment = describe_environment(pl_module.lm)
 
     def on_train_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Find the file; a resumed run goes on where its rows end."""
+        """Find the file; a resumed run leaves out what its rows hold."""
         if self.path is not None:
             return
         self.path = pl_module.folder / FILE_NAME
@@ -102,7 +101,7 @@ class GradientStudy(InversionCallback):
         for slot in slots:
             with_truth = slot.step % self.bias_every == 0
             if with_truth or slot.step % self.variance_every == 0:
-                # As in a training step, but never compiled: a run's choice of shape is its own.
+                # Not compiled: these passes have shapes that the run has not.
                 with trainer.precision_plugin.train_step_context(), module.lm.not_compiled():
                     self._measure(module, slot, with_truth)
 

@@ -1,9 +1,8 @@
-"""Whether the draws of a sparse estimator can show anything at all.
+"""Whether the draws of a sparse estimator are enough for a statistic.
 
-No interval can come from what was never drawn. An estimator that touches only the tokens it has
-sampled (score function, ReinMax) shows nothing of a logit until its token comes up: among 50
-samples from 50,000 tokens no two agree, and the draws look as if their mean were surely 0. How
-often samples agree is known from Z, so what can be told is decided before it is measured.
+An estimator that touches only the tokens it has sampled (score function, ReinMax) shows nothing of
+a logit until its token is drawn: among 50 samples from 50,000 tokens no two agree, and the mean of
+the draws looks like 0. How often samples agree follows from Z.
 """
 
 from dataclasses import dataclass
@@ -19,31 +18,28 @@ MIN_EVENTS = 10  # a smaller count is off by a third and more
 
 @dataclass(frozen=True)
 class SampleCoverage:
-    """How often the draws of a sparse estimator can be expected to show what is asked of them."""
+    """Expected numbers of coincidences among the samples of the draws."""
 
-    # Expected pairs of samples, from two draws, that share a token at a position (or the lack of
-    # one, where nearly all hold it)
-    pairs: float
+    pairs: float  # of samples from two draws that share a token at a position
     known_pairs: float = 0.0  # the same among the logits that the truth knows
-    # Expected meetings of a sample with the truth: samples that hold a token of it, weighted by
-    # its squared gradient, or pairs with samples of a sparse truth
+    # Samples with a token of the truth, weighted by its squared gradient; pairs if it is sparse
     truth_hits: float = 0.0
 
     @property
     def shows_spread(self) -> bool:
-        """Whether norm and SNR can be told."""
+        """Whether the draws are enough for norm and SNR."""
         return self.pairs >= MIN_EVENTS
 
     @property
     def shows_agreement(self) -> bool:
-        """Whether cosine and bias can be told."""
+        """Whether the draws are enough for cosine and bias."""
         return min(self.known_pairs, self.truth_hits) >= MIN_EVENTS
 
     @classmethod
     def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> Self:
         """From Z, (N, V), by which the samples are drawn."""
         p = torch.softmax(logits.detach().double(), dim=-1).flatten()
-        # Of a token that nearly all samples hold, what tells is its absence.
+        # Of a token that nearly all samples hold, its absence is the rare event.
         probabilities = torch.minimum(p, 1 - p)
         all_pairs = draws * (draws - 1) / 2 * num_samples**2
         pairs = all_pairs * float(probabilities.square().sum())

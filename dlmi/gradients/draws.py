@@ -1,9 +1,7 @@
 """Draws at a state of a run: the gradient of Z that one step of a method would use.
 
-Nothing draws from a global generator or from a slot's: all noise comes from the slot's seeds, one
-for each purpose, so that a study repeats and disturbs nothing.
-
-Axes: K draws, N positions, V tokens.
+All noise comes from seeds of its own, never from the run's generators, so that a study can be
+repeated and does not change the run. Axes: K draws, N positions, V tokens.
 """
 
 from collections.abc import Iterable
@@ -18,14 +16,14 @@ from dlmi.gradients.truth import HardLoss
 from dlmi.methods.slot import Slot
 from dlmi.scoring.passes import Account, Pass, Reader, advance
 
-_TOKENS_AT_ONCE = 2**13  # of hard prompts whose embeddings are held
+_TOKENS_AT_ONCE = 2**13  # of hard prompts in one pass
 
 
 @dataclass
 class DrawSlot(Slot):
-    """A slot for one draw: the target and the values of another slot, with noise of its own."""
+    """A slot for one draw: the target and the values of another slot, with its own noise."""
 
-    purpose: str = ""  # what its seeds are for
+    purpose: str = ""  # of its seeds
 
     def seed(self, purpose: str = "") -> int:
         """A seed of its own for each purpose within the draw."""
@@ -33,16 +31,17 @@ class DrawSlot(Slot):
 
     @classmethod
     def of(cls, slot: Slot, method: Estimator, purpose: str = "") -> "DrawSlot":
-        """At the state of a slot, with the tensors that a method has.
-
-        Learned temperatures follow the run's Phi, a shared one its mean; where the run learns none,
-        Phi is 0. The slot of the run stays as it is.
-        """
+        """A copy of a slot's state with the tensors of a method; a missing Phi is 0."""
+        params = {}
+        for name, shape in method.shapes(slot.length, slot.tokens.vocabulary).items():
+            value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
+            value = value.expand(shape) if shape else value.mean()
+            params[name] = nn.Parameter(value, requires_grad=name == "Z")
         copy = cls(
             target=slot.target,
             examples=slot.target.examples,
             tokens=slot.tokens,
-            params=_leaves(slot, method),
+            params=params,
             length=slot.length,
             rng=torch.Generator(),
             step=slot.step,
@@ -54,23 +53,11 @@ class DrawSlot(Slot):
         return copy
 
 
-def _leaves(slot: Slot, method: Estimator) -> dict[str, nn.Parameter]:
-    leaves = {}
-    for name, shape in method.shapes(slot.length, slot.tokens.vocabulary).items():
-        value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
-        value = value.expand(shape) if shape else value.mean()
-        leaves[name] = nn.Parameter(value, requires_grad=name == "Z")
-    return leaves
-
-
 @torch.enable_grad()
 def draw_gradients(
     method: Estimator, state: Any, slot: Slot, names: Iterable[object], reader: Reader
 ) -> Tensor:
-    """Draws at the values of a slot, which stays as it is, read side by side: (K, N V).
-
-    Each name gives a draw noise of its own. Nobody is charged for the passes.
-    """
+    """One draw per name at the values of a slot, in shared passes: (K, N V). Not charged."""
     purposes = [f"gradients/{label(method)}/{name}" for name in names]
     slots = [DrawSlot.of(slot, method, purpose) for purpose in purposes]
     steps = [method.step(own, state) for own in slots]
@@ -81,7 +68,7 @@ def draw_gradients(
 
 
 def hard_loss(run: Estimator, slot: Slot, reader: Reader) -> HardLoss:
-    """The loss of discrete prompts as a run computes it, a part of them at a time."""
+    """The loss of discrete prompts as a run computes it."""
 
     def losses(columns: Tensor) -> Tensor:
         parts = torch.split(columns, max(1, _TOKENS_AT_ONCE // slot.length))

@@ -1,8 +1,4 @@
-"""The estimators that are measured: method objects by name.
-
-An estimator is a way to take a gradient of Z, and a method is what takes it, so each is measured by
-the step that would use it. All that a study has to know of a method, besides that step, is here.
-"""
+"""The estimators that are measured: methods by name, each measured by its own step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +12,7 @@ from dlmi.methods.dlmi import DLMI
 from dlmi.methods.gbda import GBDA
 from dlmi.methods.reinforce import REINFORCE, REINFORCEState
 
-# Methods whose Z are the logits of a distribution, which S prompts are drawn from in each step.
+# Methods whose Z are the logits of a distribution from which each step draws S prompts.
 Estimator = DLMI | GBDA | REINFORCE
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -49,7 +45,7 @@ _SHORT = {
 
 
 def label(method: Estimator) -> str:
-    """How rows, tables and figures call it.
+    """The name of an estimator in rows, tables and figures.
 
     >>> label(DLMI(100.0)), label(GBDA(tau=2.0)), label(REINFORCE())
     ('GS D+L tau0=100', 'GS tau=2', 'REINFORCE')
@@ -63,12 +59,12 @@ def label(method: Estimator) -> str:
 
 
 def is_sparse(method: Estimator) -> bool:
-    """Whether a draw shows (almost) only the tokens that it has sampled."""
+    """Whether a draw is (almost) 0 but at the tokens that it has sampled."""
     return isinstance(method, REINFORCE) or method.estimator == "reinmax"
 
 
 def as_estimator(method: Method[Any]) -> Estimator:
-    """The method of a run; `InputError` if there is nothing to study in it."""
+    """The method of a run; `InputError` if it is no estimator."""
     if not isinstance(method, Estimator):
         raise InputError(
             "Expected a GradientStudy on DLMI, GBDA or REINFORCE, whose Z are logits of a "
@@ -97,11 +93,10 @@ def along(run: Estimator, method: Estimator) -> Estimator:
 def state_along(
     run: Estimator, run_state: Any, method: Estimator, pilot_loss: Callable[[], Tensor]
 ) -> Any:
-    """What a method would have kept until this state of a run.
+    """The state that a method would have at this point of a run.
 
-    A moving average of the loss is that of the run, where it keeps the same. Else it is what an
-    average over earlier steps would be, from prompts that no draw uses (`pilot_loss`): its noise
-    adds a few per cent to the variance, and no bias.
+    A moving average of the loss is the run's, if it keeps the same one, otherwise the mean loss of
+    prompts that no draw uses (`pilot_loss`): its noise adds a few per cent of variance, no bias.
     """
     if not isinstance(method, REINFORCE):
         return None

@@ -16,25 +16,22 @@ Indices = Sequence[int]
 def jackknife(
     statistic: Callable[[Indices, Indices], float], draws: int, blocks: int = 1
 ) -> Statistic:
-    """A statistic of draws and of the truth's blocks, with an interval from leaving one out.
+    """A statistic of the indices of draws and of the truth's blocks, with a jackknife interval.
 
-    Leaving one out keeps all pairs pairs of different draws. Drawing with replacement, as the
-    bootstrap does, would pair draws with themselves and put the noise back that was subtracted.
+    The bootstrap would pair draws with themselves and put back the noise that was subtracted.
     Draws and blocks are two independent samples, so their jackknife variances add up; the quantile
     is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
     the interval says how the reported number varies, not where the true maximum lies.
-
-    The statistic is a function of the indices of draws and of blocks, nan where it is not defined.
-    A single block is left as it is.
     """
     all_draws, all_blocks = list(range(draws)), list(range(blocks))
     value = statistic(all_draws, all_blocks)
     if not math.isfinite(value):
         return UNDEFINED
-    replicates = [[statistic(_without(i, all_draws), all_blocks) for i in all_draws]]
+    replicates = [[statistic(all_draws[:i] + all_draws[i + 1 :], all_blocks) for i in all_draws]]
     if blocks > 1:
-        replicates.append([statistic(all_draws, _without(i, all_blocks)) for i in all_blocks])
-    freedoms = [len(values) - 1 for values in replicates]
+        replicates.append(
+            [statistic(all_draws, all_blocks[:i] + all_blocks[i + 1 :]) for i in all_blocks]
+        )
     variances = [
         float(torch.tensor(values, dtype=torch.float64).var(correction=0)) * (len(values) - 1)
         for values in replicates
@@ -44,23 +41,19 @@ def jackknife(
         return Statistic(value, None, None)
     if total == 0:
         return Statistic(value, value, value)
-    parts = zip(variances, freedoms, strict=True)
-    freedom = total**2 / sum(variance**2 / free for variance, free in parts)
+    parts = zip(variances, replicates, strict=True)
+    freedom = total**2 / sum(variance**2 / (len(values) - 1) for variance, values in parts)
     low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
     return Statistic(value, float(low), float(high))
 
 
-def _without(left_out: int, indices: Indices) -> list[int]:
-    return [i for i in indices if i != left_out]
-
-
 def exponential(logarithm: Statistic) -> Statistic:
-    """Positive numbers are studied by their logarithm, so that no interval reaches below 0."""
+    """From the statistic of a logarithm: its interval does not reach below 0."""
     return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, logarithm)
 
 
 def square_root(square: Statistic) -> Statistic:
-    """Of a square whose estimate may be negative: then 0."""
+    """From the statistic of a square; 0 where its estimate is negative."""
     return _mapped(lambda x: math.sqrt(max(x, 0.0)), square)
 
 

@@ -36,10 +36,9 @@ _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 def measure(
     gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
 ) -> dict[str, Statistic]:
-    """All statistics of K draws, (K, N V); those that need a truth are undefined without one.
+    """All statistics of K draws, (K, N V); a sparse estimator comes with its coverage.
 
-    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows. A
-    sparse estimator comes with its coverage.
+    Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
     """
     products = inner_products(gradients, gradients)
     found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}
@@ -65,10 +64,7 @@ def inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def squared_norm(products: Tensor, indices: Indices) -> float:
-    """Unbiased squared norm of the mean of some draws: pairs of different ones only.
-
-    A single one is taken as it is: an exact truth has no noise.
-    """
+    """Unbiased squared norm of the mean of some draws; a single one is taken as exact."""
     part = products[indices][:, indices]
     count = len(indices)
     if count == 1:
@@ -98,40 +94,33 @@ def spread(products: Tensor) -> dict[str, Statistic]:
 def agreement(own: Tensor, cross: Tensor, truth: Tensor) -> dict[str, Statistic]:
     """Cosine and relative bias from inner products (K, K), (K, T) and (T, T).
 
-    Undefined where a norm that they are relative to does not stand out of its noise. The cosine is
-    not cut to [-1, 1]: an estimate of 1 has noise on both sides.
+    Undefined where a norm in the denominator is not above its noise. The cosine is not clamped to
+    [-1, 1]: an estimate of 1 has noise on both sides.
     """
 
     def cosine(draws: Indices, blocks: Indices) -> float:
         squares = squared_norm(own, draws), squared_norm(truth, blocks)
         if min(squares) <= 0:
             return math.nan
-        return _mean(cross, draws, blocks) / math.sqrt(squares[0] * squares[1])
+        return float(cross[draws][:, blocks].mean()) / math.sqrt(squares[0] * squares[1])
 
     def squared_bias(draws: Indices, blocks: Indices) -> float:
         square = squared_norm(truth, blocks)
         if square <= 0:
             return math.nan
-        both = squared_norm(own, draws) - 2 * _mean(cross, draws, blocks)
+        both = squared_norm(own, draws) - 2 * float(cross[draws][:, blocks].mean())
         return both / square + 1
 
     sizes = len(own), len(truth)
     is_true_seen = _is_above_zero(truth)
     is_seen = is_true_seen and _is_above_zero(own)
-    return {
-        "cosine": jackknife(cosine, *sizes) if is_seen else UNDEFINED,
-        "bias_over_norm": (
-            square_root(jackknife(squared_bias, *sizes)) if is_true_seen else UNDEFINED
-        ),
-    }
+    bias = square_root(jackknife(squared_bias, *sizes)) if is_true_seen else UNDEFINED
+    alignment = jackknife(cosine, *sizes) if is_seen else UNDEFINED
+    return {"cosine": alignment, "bias_over_norm": bias}
 
 
 def _is_above_zero(products: Tensor) -> bool:
-    """Whether the norm of a mean stands out of its noise: a ratio to it means little otherwise.
-
-    Judged by the squared norm or, as heavy tails upset it less, by the squared SNR. A norm without
-    noise stands out if it is there at all.
-    """
+    """Whether the norm of a mean is above its noise, by its interval or by that of the SNR."""
     if len(products) == 1:
         return float(products) > 0
     found = spread(products)
@@ -150,18 +139,14 @@ def variance_max(gradients: Tensor) -> Statistic:
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
     """The largest |mean of the draws - truth| of a logit, as in the paper: (K, P) and (T, P).
 
-    A maximum cannot be freed of its noise as a sum can: of an unbiased estimator it is about
-    sqrt(variance_max / K) and more. Read it beside that, and `bias_over_norm` in its place.
+    The noise of a maximum cannot be subtracted: for an unbiased estimator it is about
+    sqrt(variance_max / K) and more. Compare it with that, and prefer `bias_over_norm`.
     """
 
     def largest(draws: Indices, known: Indices) -> float:
         return _log((gradients[draws].mean(0) - blocks[known].mean(0)).abs().max())
 
     return exponential(jackknife(largest, len(gradients), len(blocks)))
-
-
-def _mean(products: Tensor, rows: Indices, columns: Indices) -> float:
-    return float(products[rows][:, columns].mean())
 
 
 def _log(value: Tensor) -> float:

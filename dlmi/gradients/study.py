@@ -1,4 +1,4 @@
-"""All estimators at one state of a run, and the truth beside them.
+"""All estimators and the truth at one state of a run.
 
 Axes: K draws, N positions, V tokens, P chosen logits.
 """
@@ -36,7 +36,7 @@ _PILOT_BATCHES = 4
 
 @dataclass(frozen=True)
 class StudySettings:
-    """How much is drawn; as `GradientStudy` has it."""
+    """How much is drawn; see `GradientStudy`."""
 
     draws: int = 5
     truth: TruthName = "rloo"
@@ -67,12 +67,9 @@ def measure_state(
     settings: StudySettings,
     with_truth: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one estimator after the other at the values that a slot of a run has now.
+    """Measure estimators with the run's loss, decode and samples at the values of its slot.
 
-    The estimators have the run's loss, decode and samples. Bias needs a truth.
-
-    Yields:
-        What a `GradientRow` says of each: `estimator`, `tau`, `truth` and the statistics.
+    Yields the fields `estimator`, `tau`, `truth` and the statistics of a `GradientRow`.
     """
     logits, samples = slot.params["Z"].detach(), run.num_samples
     loss = hard_loss(run, slot, reader)
@@ -119,11 +116,10 @@ def _find_truth(
 
 
 def choose_coordinates(logits: Tensor, pilots: Iterator[Tensor], count: int, seed: int) -> Tensor:
-    """Logits worth knowing: half where pilot draws are largest, half at random, (P,) sorted.
+    """Logits to measure: half where pilot draws are largest, half from softmax(Z), (P,) sorted.
 
-    The pilots must not be among the draws that are measured: logits chosen for their noise would
-    show that noise as bias; there is a flattened one of each estimator. The random half is drawn
-    from softmax(Z), (N, V), where the gradient lies.
+    There is one pilot of each estimator. None may be among the draws that are measured: logits
+    chosen for their noise would show that noise as bias.
     """
     count = min(count, logits.numel())
     largest = [pilot.abs().topk(count).indices for pilot in pilots]

@@ -11,15 +11,12 @@ It is found exactly, or by estimates that are unbiased and know their own noise:
   :math:`\pi_{jv} \frac{1}{R} \sum_r (L(x^r_{-j}, v) - L(x^r))`. The same prompts serve both terms
   and all logits (common random numbers), so what they share cancels.
 - `rloo`: the leave-one-out score function on many samples, for all logits.
-- `as_in_code`: what the DLMI authors' public code calls the true gradient. It is not: five
-  REINFORCE calls of a fresh helper, of which the first has advantage 0 and the others 0.1 (L - b),
-  in the batch-mean form whose expectation is 1/S of the gradient; (4/5) (1/10) (1/8) makes about
-  0.01 of the truth at S = 8. It is there to show what the paper's figure shows.
+- `as_in_code`: what the DLMI authors' public code calls the true gradient: five REINFORCE calls of
+  a fresh helper, of which the first has advantage 0 and the others 0.1 (L - b), in the batch-mean
+  form whose expectation is 1/S of the gradient: (4/5) (1/10) (1/8), 0.01 of the truth at S = 8.
 
-Estimates come in independent blocks: the noise of their mean is known from how they differ, and
-can be subtracted (`statistics`).
-
-Axes: R prompts, N positions, V tokens, T blocks, P logits.
+Estimates come in independent blocks, whose differences show the noise of their mean, so that
+`statistics` can subtract it. Axes: R prompts, N positions, V tokens, T blocks, P logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +41,7 @@ AS_IN_CODE_DRAWS = 5
 
 @dataclass(frozen=True)
 class Truth:
-    """The gradient that estimators are compared with."""
+    """The gradient that estimators are compared with, and how it was found."""
 
     kind: TruthName  # how it was found
     samples: int  # prompts that it took

@@ -1,4 +1,4 @@
-"""What a prompt is compared with: nothing, a well-known phrase, and random tokens."""
+"""Baselines of a prompt: an empty one, a well-known phrase, and random tokens."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ PHRASE = " Let's think step by step."
 
 
 def random_prompts(lm: FrozenLM, length: int, draws: int, seed: int) -> list[list[int]]:
-    """Prompts of tokens that are no special ones, the same for the same seed."""
+    """Random prompts without special tokens, the same for the same seed."""
     ids = select_tokens(lm, lm.prompt_token_ids.tolist(), "no_special")
     draw = random.Random(seed)
     return [[draw.choice(ids) for _ in range(length)] for _ in range(draws)]
@@ -29,10 +29,10 @@ def score_each(
     draws: int = 3,
     seed: int = 0,
 ) -> Iterator[tuple[str, Accuracy]]:
-    """The accuracy of prompts, and of what they are compared with, each with its name.
+    """The accuracy of baselines and prompts, each with its name.
 
-    First comes the empty slot, then the phrase, then some draws of random prompts, each as long as
-    the longest prompt, then the prompts. All else is as in `score_prompt`.
+    First the empty prompt, then the phrase, then random prompts as long as the longest prompt, then
+    the prompts. The other arguments are those of `score_prompt`.
     """
     lengths = [len(lm.encode(p)) if isinstance(p, str) else len(p) for p in prompts]
     length = max([*lengths, 1]) if prompts else len(lm.encode(PHRASE))
@@ -46,6 +46,6 @@ def score_each(
 
 
 def changes(scores: dict[str, Accuracy]) -> dict[str, float | None]:
-    """(acc - acc0) / acc0 of each score against the empty slot; None where that has none right."""
+    """(acc - acc0) / acc0 of each score, with acc0 of the empty prompt; None where that is 0."""
     first = scores[EMPTY].value
     return {name: (s.value - first) / first if first else None for name, s in scores.items()}

@@ -1,11 +1,10 @@
-r"""How often an LM answers right when a discrete prompt stands in the slot of a template.
+r"""The accuracy of an LM's answers to questions with a discrete prompt in a template.
 
-*Answer only*: the LM goes on after the template, up to the end of the line, and the answer is
-looked for in what it says. *Two stages*: it first writes its reasoning, up to a limit, then a
-trigger such as "\n####" is appended, and the answer is what it says after the trigger.
+*Answer only*: the LM continues the template up to the end of the line, and the answer is searched
+for in that output. *Two stages*: it first writes its reasoning, up to a limit, then a trigger such
+as "\n####" is appended, and the answer is searched for in the output after the trigger.
 
-Everything is decoded greedily, from the discrete prompt. The interval around an accuracy is
-Wilson's at 95%, over the questions.
+Decoding is greedy. The interval of an accuracy is Wilson's at 95%, over the questions.
 """
 
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ from dlmi.targets.template import Template
 class Decoding:
     """How answers are decoded."""
 
-    max_new_tokens: int = 48  # tokens of an answer at most
-    stop: str | None = "\n"  # a text that ends an answer; None: the end of the sequence alone
-    trigger: str | None = None  # what is appended to the LM's reasoning; None for no reasoning
-    max_reasoning_tokens: int = 96  # tokens of the reasoning at most
-    batch_size: int = 16  # questions that are decoded side by side
+    max_new_tokens: int = 48  # of an answer
+    stop: str | None = "\n"  # a text that ends an answer; None: only the end of the sequence
+    trigger: str | None = None  # appended to the LM's reasoning; None for no reasoning
+    max_reasoning_tokens: int = 96
+    batch_size: int = 16  # questions that are decoded together
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_reasoning_tokens", "batch_size"):
@@ -38,18 +37,18 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of one question."""
+    """One question with the LM's answer."""
 
-    question: str  # as it was asked
+    question: str
     expected: str  # the right answer, normalised
-    output_text: str  # what the LM said; in two stages, with its reasoning and the trigger
-    answer: str | None  # what was found in it, normalised
-    is_right: bool  # whether that is the right one
+    output_text: str  # in two stages, with the reasoning and the trigger
+    answer: str | None  # found in the output, normalised
+    is_right: bool
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one prompt over some questions; the ids are there where it was given as ids."""
+    """The answers with one prompt; its ids are None if it was given as text."""
 
     prompt_text: str
     prompt_ids: tuple[int, ...] | None
@@ -88,15 +87,7 @@ def score_prompt(
     questions: Sequence[Question],
     decoding: Decoding | None = None,
 ) -> Accuracy:
-    """Ask an LM every question with a prompt in the slot.
-
-    Args:
-        lm: The model.
-        template: What stands around question and prompt.
-        prompt: As text, or as ids.
-        questions: With their answers, at least one.
-        decoding: How answers are decoded.
-    """
+    """Ask an LM every question (at least one) with a prompt in the template."""
     how = Decoding() if decoding is None else decoding
     rows = [
         template.ids(lm, question.fields, prompt, f"question {number}")
@@ -119,7 +110,7 @@ def score_prompt(
 
 
 def _judge(question: Question, before: str, said: str) -> Answered:
-    """The answer is looked for in what was said last, after the trigger where there is one."""
+    """Search for the answer in the last output, after the trigger if there is one."""
     final = question.final
     answer = find_answer(f"#### {said}" if before else said, is_number(final))
     return Answered(question.question, final, before + said, answer, answer == final)

@@ -1,4 +1,4 @@
-"""What files and page are put together from: tables, figures, and text that a model said."""
+"""The parts of a report: tables, figures, and text of a model."""
 
 import itertools
 import tomllib
@@ -17,14 +17,14 @@ _T = TypeVar("_T")
 Cell = str | int | float | None
 
 ASSETS = files("dlmi.report") / "assets"
+_LONGEST = 2000  # characters of a model's text in a table; the page's list of results has all
 _TEXTS = tomllib.loads((ASSETS / "texts.toml").read_text(encoding="utf-8"))
 
 
 class ModelText(str):
-    r"""Text that an LM read or said, legible on one line: never to be shown without escaping.
+    r"""A prompt or an output on one line, with control characters spelled out and spaces visible.
 
-    As a plain string it has every character of the text, control characters spelled out and
-    spaces visible; `parts` are its tokens, each with whether it is to be marked as wrong.
+    `parts` are its tokens, each with whether it is marked as wrong. Escape it before it is shown.
 
     >>> text = ModelText([("to be", False), ("\n", True)])
     >>> text, text.parts
@@ -34,8 +34,9 @@ class ModelText(str):
     parts: tuple[tuple[str, bool], ...]
 
     def __new__(cls, parts: Iterable[tuple[str, bool]]) -> "ModelText":
-        """From raw tokens."""
-        shown = tuple((visible(text).replace(" ", "␣"), is_wrong) for text, is_wrong in parts)
+        """From tokens as the tokenizer decodes them."""
+        cut = ((f"{t[:_LONGEST]}…" if len(t) > _LONGEST else t, wrong) for t, wrong in parts)
+        shown = tuple((visible(text).replace(" ", "␣"), wrong) for text, wrong in cut)
         made = super().__new__(cls, "".join(text for text, _ in shown))
         made.parts = shown
         return made
@@ -43,7 +44,7 @@ class ModelText(str):
 
 @dataclass
 class Figure:
-    """A picture: drawn on a canvas, and self-contained SVG once it is written."""
+    """A figure on a canvas; `svg` is set when it is written."""
 
     name: str  # of its files, without suffix
     title: str
@@ -54,11 +55,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table.
-
-    Cells are plain: floats are formatted by whoever shows them, None and NaN are shown as a dash.
-    Text of models is `ModelText`.
-    """
+    """A table of plain values, formatted by whoever shows them; text of models is `ModelText`."""
 
     name: str  # of its files, without suffix
     title: str
@@ -74,29 +71,26 @@ class ReportTable:
         return cls(*block_texts(name, **values), columns, rows)
 
     def is_number(self, column: int) -> bool:
-        """Whether a column holds nothing but numbers, which stand to the right."""
+        """Whether a column holds only numbers, which are aligned to the right."""
         return all(isinstance(row[column], int | float | None) for row in self.rows)
 
 
 def block_texts(name: str, part: int = 1, **values: Any) -> tuple[str, str, str]:
-    """File name, title and caption of a table or figure in `assets/texts.toml`.
-
-    Of several parts those from the second on are named; `values` are filled into the caption.
-    """
+    """File name, title and caption of a table or figure, from `assets/texts.toml`."""
     texts = _TEXTS[name]
     suffix, of = (f"_{part}", f", part {part}") if part > 1 else ("", "")
     return name + suffix, texts["title"] + of, texts["caption"].format(**values)
 
 
 def in_parts(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
-    """As few parts as there can be with so many in each, as even as they get."""
+    """The fewest parts of at most `size` items, as even as possible."""
     count = -(-len(items) // size)
     ends = [len(items) * part // count for part in range(count + 1)] if count else []
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:
-    """A template among the assets, filled in; what goes into HTML is escaped."""
+    """A template of the assets, filled in; values in HTML are escaped."""
     environment = Environment(
         loader=PackageLoader("dlmi.report", "assets"),
         autoescape=template.endswith(".html.j2"),
@@ -111,15 +105,15 @@ def render(template: str, filters: Mapping[str, Any], **values: Any) -> str:
 
 
 def write_file(path: Path, text: str) -> None:
-    """In one step: who reads it meanwhile has the old or the new one."""
+    """Replace a file in one step, so that no reader sees half of it."""
     scratch = path.with_name(f"{path.name}.tmp")
-    # A file name that is not valid Unicode can stand in a note.
+    # Notes name files, and a file name may be invalid Unicode.
     scratch.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
     scratch.replace(path)
 
 
 def format_cell(value: Cell) -> str:
-    """A cell of a table as it is shown.
+    """A cell as tables show it; None and NaN are a dash.
 
     >>> [format_cell(value) for value in (0.12345, 12345, 1234.5, 3e-5, "a")]
     ['0.123', '12,345', '1,234.5', '3e-05', 'a']

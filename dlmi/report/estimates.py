@@ -1,13 +1,15 @@
 """Means over targets with their standard errors, and the differences that claims are decided on.
 
-Seeds of one target are not independent of each other: they share what makes the target hard. So
-seeds are averaged first, and the error is that over targets.
+Seeds of one target are not independent of each other: the target is as hard for all of them. So
+seeds are averaged first, and errors are over targets.
 """
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from scipy import stats
@@ -27,18 +29,18 @@ _Row = TypeVar("_Row", Inversion, GradientRow)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number from so many targets, with its standard error; false where there is no target."""
+    """A mean over targets with its standard error; false without any target."""
 
     mean: float
-    error: float | None  # None where there are too few targets to tell
-    freedom: float  # degrees of it, of the error
+    error: float | None  # None for a single target
+    freedom: float  # degrees of freedom of the error
     targets: int
 
     def __bool__(self) -> bool:
         return self.targets > 0
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Student's confidence interval; everything, where there are too few targets to tell."""
+        """Student's confidence interval; infinite with fewer than `MIN_TARGETS` targets."""
         if self.error is None or self.targets < MIN_TARGETS:
             return -math.inf, math.inf
         reach = float(stats.t.ppf((1 + confidence) / 2, self.freedom)) * self.error
@@ -54,7 +56,7 @@ def honest_lcs(budget: Budget) -> Measure:
 
 
 def current_lcs(budget: Budget) -> Measure:
-    """The same of the prompt of the moment, not of the best so far."""
+    """LCS of the discrete prompt at the last evaluation within a budget, not of the best one."""
     return lambda row: points_within(row, budget)[-1].lcs
 
 
@@ -73,11 +75,11 @@ def by_target(
     measure: Callable[[_Row], float],
     summary: Callable[[list[float]], float] = statistics.fmean,
 ) -> dict[str, float]:
-    """What each target's rows come to; rows without a finite value do not count."""
-    found: dict[str, list[float]] = {}
+    """The mean, or another summary, of each target's rows; only finite values count."""
+    found = defaultdict(list)
     for row in rows:
         if math.isfinite(value := measure(row)):
-            found.setdefault(row.target_id, []).append(value)
+            found[row.target_id].append(value)
     return {target: summary(values) for target, values in found.items()}
 
 
@@ -98,10 +100,8 @@ def differences(
     first: Iterable[Inversion], second: Iterable[Inversion], measure: Measure
 ) -> dict[str, float]:
     """First minus second for each target, over the seeds that both have."""
-    others = {(row.target_id, row.seed): measure(row) for row in second}
-    return by_target(
-        first, lambda row: measure(row) - others.get((row.target_id, row.seed), math.nan)
-    )
+    others = {(r.target_id, r.seed): measure(r) for r in second}
+    return by_target(first, lambda r: measure(r) - others.get((r.target_id, r.seed), math.nan))
 
 
 def mean_gain(before: Mapping[str, float], after: Mapping[str, float]) -> Estimate:
@@ -133,7 +133,7 @@ def unpaired(first: Iterable[float], second: Iterable[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a series came to within a budget: cards and tables show these, and no others."""
+    """The results of a series within a budget, as cards and tables show them."""
 
     exact_rows: int
     exact: Estimate
@@ -145,17 +145,14 @@ class Summary:
 
 
 def summarise(series: Series, budget: Budget) -> Summary:
-    """The numbers of a series."""
-    rows = series.rows
-    measures: list[Measure] = [
-        lambda row: float(best_point(row, budget).lcs == 1),
-        honest_lcs(budget),
-        lambda row: best_point(row, budget).discrete_loss,
-        as_in_code_lcs(budget),
-        lambda row: points_within(row, budget)[-1].seconds,
-        lambda row: points_within(row, budget)[-1].token_passes,
-    ]
+    """The results of a series within a budget."""
+    mean = partial(mean_over_targets, series.rows)
     return Summary(
-        sum(best_point(row, budget).lcs == 1 for row in rows),
-        *(mean_over_targets(rows, measure) for measure in measures),
+        exact_rows=sum(best_point(row, budget).lcs == 1 for row in series.rows),
+        exact=mean(lambda row: float(best_point(row, budget).lcs == 1)),
+        lcs=mean(honest_lcs(budget)),
+        loss=mean(lambda row: best_point(row, budget).discrete_loss),
+        as_in_code=mean(as_in_code_lcs(budget)),
+        seconds=mean(lambda row: points_within(row, budget)[-1].seconds),
+        token_passes=mean(lambda row: points_within(row, budget)[-1].token_passes),
     )

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from scipy import stats
 
 from dlmi.report.blocks import Figure, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, mean_over_targets
@@ -28,19 +30,18 @@ from dlmi.rows import FLOORS, Inversion, TracePoint
 _PANELS_PER_FIGURE = 4
 _PANEL_INCHES = 1.55
 _BAR_INCHES = 0.045  # thinner bars cannot be told apart in print
-_WIDEST_BAR = 0.3  # of the room for one difficulty
+_WIDEST_BAR = 0.3  # of the space for one difficulty
 _FLOOR_LINES = {"no_prompt": ("-", "o"), "random_prompt": (":", "x"), "copy_prompt": ("--", "s")}
 _CURVE_POINTS = 160
 _MARKS = 7  # markers along a curve
-# Column of a gradient row, and what its panel is called. The first two are the paper's; the others
-# do not change when a gradient is merely scaled.
+# Columns of a gradient row with the titles of their panels. The first two are the paper's; the
+# others do not depend on the gradient's scale.
 _STATISTICS = {
     "variance_max": "largest variance of a logit",
     "bias_max": "largest |bias| of a logit",
     "relative_variance": "variance / |mean|²",
     "bias_over_norm": "|bias| / |truth|",
 }
-
 
 Heights = Callable[[Sequence[TracePoint]], list[float]]
 
@@ -62,12 +63,14 @@ def draw_bars(data: ReportData) -> list[Figure]:
         place = f"{group.title}, N={members[0].prompt_length}"
         for budget in group.budgets:
             draw = partial(_bar_panel, members, styles, honest_lcs(budget))
-            panels.append(Panel(place, str(budget), [s.label for s in members], draw))
+            shown = [*(series.label for series in members), *map(form_name, FLOORS)]
+            panels.append(Panel(place, str(budget), shown, draw))
         clusters = len({row.k for series in members for row in series.rows})
         width = max(width, clusters * (len(members) + 1.5) * _BAR_INCHES + 0.6)
-    floors = [(form_name(floor), Line2D([0, 1], [0, 0], **_floor(floor))) for floor in FLOORS]
+    floors = {form_name(floor): Line2D([0, 1], [0, 0], **_floor(floor)) for floor in FLOORS}
+    legend = {**{label: Patch(**style.bar) for label, style in styles.items()}, **floors}
     labels = ("difficulty k of the target", "honest LCS")
-    return _figures("lcs_by_k", data, panels, labels, lambda s: Patch(**s.bar), floors, width)
+    return _figures("lcs_by_k", data, panels, labels, legend, width)
 
 
 def _bar_panel(
@@ -85,30 +88,22 @@ def _bar_panel(
                 bar = {**styles[series.label].bar, "yerr": found.error, "error_kw": whisker}
                 axes.bar(middle, found.mean, width, **bar)
         for floor in FLOORS:
-            values = (row for row in rows if row.k == k)
-            if found := mean_over_targets(values, partial(matrix_lcs, floor, "free_greedy")):
+            of_k = (row for row in rows if row.k == k)
+            if found := mean_over_targets(of_k, partial(matrix_lcs, floor, "free_greedy")):
                 reach = [cluster - 0.46, cluster + 0.46]
                 axes.plot(reach, [found.mean] * 2, **_floor(floor))
     names = ["text" if k is None else str(k) for k in difficulties]
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.55, len(names) - 0.45)
     axes.tick_params(axis="x", length=0)
-    _share_scale(axes)
 
 
 def _floor(floor: str) -> dict[str, Any]:
-    """How matplotlib is told of a floor: a thin black line with a mark at its left end."""
+    """Matplotlib's arguments for a floor: a thin black line with a marker at its left end."""
     dashes, marker = _FLOOR_LINES[floor]
     line = {"color": "black", "linewidth": 0.7, "linestyle": dashes, "markevery": [0]}
     mark = {"marker": marker, "markersize": 4, "markeredgewidth": 0.7, "markerfacecolor": "white"}
     return {**line, **mark, "clip_on": False}  # a floor may be 0
-
-
-def _share_scale(axes: Axes, top: float = 1.0) -> None:
-    """From 0 to the next quarter above the largest value."""
-    quarters = max(1, math.ceil(4 * min(top, 1)))
-    axes.set_ylim(0, 0.26 * quarters)
-    axes.set_yticks([quarter / 4 for quarter in range(quarters + 1)])
 
 
 def _figures(
@@ -116,16 +111,15 @@ def _figures(
     data: ReportData,
     panels: Sequence[Panel],
     labels: tuple[str, str],
-    entry: Callable[[Style], Artist],
-    more: Sequence[tuple[str, Artist]] = (),
+    legend: Mapping[str, Artist],
     width: float = 0.0,
 ) -> list[Figure]:
-    """A few panels a figure, each with a legend of the methods in it and some more entries."""
+    """A few panels per figure, each figure with the part of the legend that its panels show."""
     figures = []
     for part, page in enumerate(in_parts(panels, _PANELS_PER_FIGURE), start=1):
         shown = set().union(*(panel.shown for panel in page))
-        legend = [(n, entry(style)) for n, style in styles_of(data.labels).items() if n in shown]
-        canvas = draw_panels(page, _PANEL_INCHES, labels, [*legend, *more], width)
+        entries = {label: artist for label, artist in legend.items() if label in shown}
+        canvas = draw_panels(page, _PANEL_INCHES, labels, entries, width)
         figures.append(Figure(*block_texts(name, part, held=data.held_to), canvas=canvas))
     return figures
 
@@ -168,54 +162,46 @@ def mean_curve(
     every = np.unique(np.concatenate([positions for _, positions, _ in paths]))
     every = every[every >= max(positions[0] for _, positions, _ in paths)]
     xs = every[np.linspace(0, len(every) - 1, min(_CURVE_POINTS, len(every))).round().astype(int)]
-    by_target: dict[str, list[Any]] = {}
+    seeds = defaultdict(list)
     for target, positions, values in paths:
-        latest = np.searchsorted(positions, xs, side="right") - 1
-        by_target.setdefault(target, []).append(values[latest])
-    means = np.array([np.mean(seeds, axis=0) for seeds in by_target.values()])  # (targets, points)
-    errors = means.std(axis=0, ddof=1) / len(means) ** 0.5 if len(means) > 1 else np.zeros(len(xs))
+        seeds[target].append(values[np.searchsorted(positions, xs, side="right") - 1])
+    means = np.array([np.mean(found, axis=0) for found in seeds.values()])  # (targets, points)
+    errors = stats.sem(means, axis=0) if len(means) > 1 else np.zeros(len(xs))
     return Curve(xs, means.mean(axis=0), errors)
 
 
 def _draw_curves(
     name: str, data: ReportData, axis: Axis, heights: Heights, label: str
 ) -> list[Figure]:
-    found = []
+    styles, panels = styles_of(data.labels), []
     for group, members in data.places():
-        curves = {s.label: mean_curve(s.rows, heights, axis, group.budgets[-1]) for s in members}
-        known = {label: curve for label, curve in curves.items() if curve}
-        found += [(group.title, members[0].prompt_length, known)] if known else []
-    every = [curve for *_, curves in found for curve in curves.values()]
-    top = max((float(max(curve.means + curve.errors)) for curve in every), default=1.0)
-    fill = partial(_curve_panel, styles_of(data.labels), axis, top if heights is best_so_far else 0)
-    panels = [Panel(title, f"N={n}", curves, partial(fill, curves)) for title, n, curves in found]
-    labels = (AXIS_UNITS[axis], label)
-    return _figures(name, data, panels, labels, lambda style: Line2D([], [], **style.line))
+        found = {s.label: mean_curve(s.rows, heights, axis, group.budgets[-1]) for s in members}
+        curves = {label: curve for label, curve in found.items() if curve}
+        draw = partial(_curve_panel, curves, styles, axis, heights is best_so_far)
+        if curves:
+            panels.append(Panel(group.title, f"N={members[0].prompt_length}", curves, draw))
+    legend = {label: Line2D([], [], **style.line) for label, style in styles.items()}
+    return _figures(name, data, panels, (AXIS_UNITS[axis], label), legend)
 
 
 def _curve_panel(
-    styles: dict[str, Style], axis: Axis, top: float, curves: dict[str, Curve], axes: Axes
+    curves: dict[str, Curve], styles: dict[str, Style], axis: Axis, is_lcs: bool, axes: Axes
 ) -> None:
-    """Shares in steps up to the largest one; anything else (no `top`) on a logarithmic scale."""
-    drawstyle, step = ("steps-post", "post") if top else ("default", None)
-    for place, (label, style) in enumerate(styles.items()):
-        if label not in curves:
-            continue
-        xs, means, errors = curves[label]
-        every = max(1, len(xs) // _MARKS)
-        # Markers of different methods at different places, lest they cover each other.
+    """LCS as a step function from 0; anything else on a logarithmic scale."""
+    drawstyle, step = ("steps-post", "post") if is_lcs else ("default", None)
+    for place, (label, (xs, means, errors)) in enumerate(curves.items()):
+        style, every = styles[label].line, max(1, len(xs) // _MARKS)
+        # Markers of different methods at different places, so that none covers another.
         marks = (place * every // 3 % every, every)
-        axes.plot(xs, means, **style.line, drawstyle=drawstyle, markevery=marks, clip_on=False)
+        axes.plot(xs, means, **style, drawstyle=drawstyle, markevery=marks, clip_on=False)
         if errors.any():
-            band: dict[str, Any] = {"color": style.line["color"], "alpha": 0.16, "linewidth": 0}
+            band: dict[str, Any] = {"color": style["color"], "alpha": 0.16, "linewidth": 0}
             axes.fill_between(xs, means - errors, means + errors, **band, step=cast(Any, step))
     if axis == "token_passes":  # methods differ in it by orders of magnitude
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    if top:
-        _share_scale(axes, top)
-    else:
+    if not is_lcs:
         axes.set_yscale("log")
 
 
@@ -224,16 +210,16 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
     drawings = []
     for part, gradients in enumerate(sets, start=1):
         values = {name: values_of(gradients.rows, name) for name in _STATISTICS}
-        drawn = {name: [*itertools.chain(*found.values())] for name, found in values.items()}
+        every = {name: [*itertools.chain(*found.values())] for name, found in values.items()}
         panels = [
             Panel("", title, values[name], partial(_violin_panel, values[name]))
             for name, title in _STATISTICS.items()
-            if max(drawn[name], default=0) > 0
+            if max(every[name], default=0) > 0
         ]
         if not panels:
             continue
         canvas = draw_panels(panels, 0.5 + 0.2 * len(panels[0].shown))
-        lost = sum(value <= 0 for found in drawn.values() for value in found)
+        lost = sum(value <= 0 for found in every.values() for value in found)
         left_out = f" {lost} values that are 0 or below cannot be drawn and are left out."
         filled = {"measured_on": gradients.title, "left_out": left_out if lost else ""}
         drawings.append(Figure(*block_texts("gradients", part, **filled), canvas=canvas))
@@ -242,20 +228,18 @@ def draw_violins(sets: Sequence[GradientSet]) -> list[Figure]:
 
 def _violin_panel(values: dict[str, list[float]], axes: Axes) -> None:
     for place, (estimator, style) in enumerate(styles_of(list(values)).items()):
-        found = [math.log10(value) for value in values[estimator] if value > 0]
-        if not found:
-            continue
-        ends = [min(found), max(found)]
-        if len(found) > 2 and ends[1] - ends[0] > 1e-9:
-            parts = axes.violinplot(
-                [found], [place], orientation="horizontal", widths=0.8, showextrema=False
-            )
-            for body in cast(list[PolyCollection], parts["bodies"]):
-                colours = {"facecolor": style.line["color"], "edgecolor": "black"}
-                body.set(**colours, alpha=0.75, linewidth=0.6)
-        axes.plot(ends, [place, place], color="black", linewidth=0.8, marker="|")
-        centre = sum(found) / len(found)
-        axes.plot(centre, place, color="white", marker="o", markeredgecolor="black", markersize=3.5)
+        found = np.log10([value for value in values[estimator] if value > 0])
+        if len(found) > 2 and np.ptp(found) > 1e-9:
+            shape: dict[str, Any] = {"orientation": "horizontal", "widths": 0.8}
+            parts = axes.violinplot(found, [place], **shape, showextrema=False)
+            [body] = cast(list[PolyCollection], parts["bodies"])
+            colours = {"facecolor": style.line["color"], "edgecolor": "black"}
+            body.set(**colours, alpha=0.75, linewidth=0.6)
+        if len(found):
+            look: dict[str, Any] = {"fmt": "o", "color": "black", "markerfacecolor": "white"}
+            centre = found.mean()
+            ends = [[centre - found.min()], [found.max() - centre]]
+            axes.errorbar(centre, place, xerr=ends, **look, linewidth=0.8, capsize=2.5)
     axes.set_yticks(range(len(values)), [safe_text(estimator, 1.4) for estimator in values])
     axes.set_ylim(len(values) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")

@@ -1,4 +1,4 @@
-"""Gradient rows, set apart where they do not measure the same thing, and compared where they do."""
+"""Gradient rows in sets that measure the same thing, and the tests between their estimators."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from dlmi.report.blocks import ReportTable, block_texts
 
 @dataclass(frozen=True)
 class GradientSet:
-    """Gradient rows that may be compared; the title says what they have in common."""
+    """Gradient rows that can be compared; the title says what they have in common."""
 
     title: str
     rows: tuple[GradientRow, ...]
@@ -29,8 +29,8 @@ class KSTest(NamedTuple):
     second: str
     first_rows: int
     second_rows: int
-    distance: float  # the largest one between the two distribution functions, D
-    p_value: float  # if all rows were independent and equally distributed
+    distance: float  # D, the largest one between the two distribution functions
+    p_value: float  # under the assumption that all rows are independent
     adjusted_p_value: float  # after Holm's correction over all tests of the table
 
 
@@ -52,7 +52,7 @@ def gradient_sets(by_file: Sequence[Sequence[GradientRow]]) -> list[GradientSet]
 
 
 def values_of(rows: Sequence[GradientRow], statistic_name: str) -> dict[str, list[float]]:
-    """All defined values of each estimator, in the order in which they come."""
+    """All defined values of each estimator, in the order of the rows."""
     values: dict[str, list[float]] = {row.estimator: [] for row in rows}
     for row in rows:
         if (value := getattr(row, statistic_name).value) is not None:

@@ -1,13 +1,10 @@
-"""What a report is made of: rows read from disk, and set apart where they cannot be compared.
-
-Rows are averaged only within a `Group`: the same LM, dtype and set of targets. Within a group a
-`Series` is one method in one setting, with all its seeds.
-"""
+"""The rows of a report, in groups that can be compared: one LM, one dtype, one set of targets."""
 
 import itertools
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +34,7 @@ class Group:
     dtype: str
     target_set: str
     series: tuple[Series, ...]  # by N, then label
-    budgets: tuple[Budget, ...]  # ascending; what has no budget of its own is told of the last
+    budgets: tuple[Budget, ...]  # ascending; a table without a budget column is at the last
 
     @property
     def rows(self) -> list[Inversion]:
@@ -51,7 +48,7 @@ class Group:
 
     @property
     def mixed(self) -> str:
-        """Where and with what rows were made, as far as they differ in it; mostly nothing."""
+        """In what rows differ that is no setting of a method: versions, device, passes."""
         ways = []
         for row in self.rows:
             passes = row.settings.get("pass_dtype") or row.settings.get("precision") or row.dtype
@@ -62,10 +59,10 @@ class Group:
 
 
 def every_value(named: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
-    """All values that each name has, sorted."""
+    """All values that each name has as text, sorted."""
     found = defaultdict(set)
     for name, value in itertools.chain(*(each.items() for each in named)):
-        found[name].add(str(value))
+        found[name].add(value if isinstance(value, str) else json.dumps(value))
     return {name: sorted(values) for name, values in found.items()}
 
 
@@ -74,7 +71,7 @@ class ReportData:
     """Everything that was read, the largest group first."""
 
     groups: tuple[Group, ...]
-    notes: tuple[str, ...]  # what was wrong with the files, and what a reader must know of rows
+    notes: tuple[str, ...]  # problems of the files, and rows that need an explanation
     gradients: tuple[GradientSet, ...] = ()
 
     @property
@@ -89,7 +86,7 @@ class ReportData:
 
     @property
     def held_to(self) -> str:
-        """What restricts all prompts, as a sentence, so that labels need not say it."""
+        """What restricts all prompts, as a sentence; labels leave it out."""
         found = settings_text(shared_restrictions(self.rows))
         return f" All prompts were held to {found}." if found else ""
 
@@ -117,12 +114,8 @@ def points_within(row: Inversion, budget: Budget) -> Sequence[TracePoint]:
 def load(paths: Sequence[Path], steps: Sequence[int] = ()) -> ReportData:
     """Read run folders, comparison folders, results files or gradient files.
 
-    Args:
-        paths: Where to look; a file that is found twice is read once.
-        steps: At which steps traces are read, in place of what comparisons say.
-
-    Raises:
-        InputError: Where a path holds no such file, or all of them together no row.
+    `steps` replace the budgets of comparisons. `InputError` where a path holds no such file, or all
+    of them together no row.
     """
     runs, gradients, notes = read_files(paths)
     if not runs and not any(gradients):
@@ -136,7 +129,7 @@ def load(paths: Sequence[Path], steps: Sequence[int] = ()) -> ReportData:
 
 
 def _groups(runs: Sequence[Run], wanted: Sequence[Budget]) -> tuple[list[Group], list[str]]:
-    """The runs by LM, dtype and targets, and notes on rows that are there twice."""
+    """The runs by LM, dtype and targets, and notes on duplicate rows."""
     by_group: dict[tuple[str, str, str], list[tuple[str, Run]]] = defaultdict(list)
     labels = run_labels([(run.cell.label, run.rows) for run in runs])
     for run, label in zip(runs, labels, strict=True):
@@ -164,7 +157,7 @@ def _series(members: Sequence[tuple[str, Run]]) -> tuple[tuple[Series, ...], lis
             kept[place][key] = max(kept[place].get(key, row), row, key=_budget_steps)
     notes = [
         f"{label}, N={length}: {count} rows left out, their target and seed are there twice "
-        "(the row with more steps is kept)"
+        "(the row with the larger budget is kept)"
         for (length, label), count in doubles.items()
         if count
     ]
@@ -186,40 +179,46 @@ def _budgets(runs: Sequence[Run]) -> list[Budget]:
 
 
 def _titles(groups: Sequence[Group]) -> list[str]:
-    """Each group's LM and whatever else tells it from others of that LM.
+    """Each group's LM and what distinguishes it from other groups of that LM.
 
-    Folders are cut to their last part where that leaves the groups distinct.
+    Paths are cut to their last part where that leaves the titles distinct.
     """
     titles = []
     for group in groups:
-        alike = [other for other in groups if other.model == group.model]
-        known = {
-            group.dtype: {other.dtype for other in alike},
-            f"targets {group.target_set[:6]}": {other.target_set for other in alike},
-            f"weights {group.fingerprint[:6]}": {other.fingerprint for other in alike},
+        names = {
+            "dtype": group.dtype,
+            "target_set": f"targets {group.target_set[:6]}",
+            "fingerprint": f"weights {group.fingerprint[:6]}",
         }
-        told_by = [name for name, values in known.items() if len(values) > 1]
+        alike = [other for other in groups if other.model == group.model]
+        told_by = [n for field, n in names.items() if len({getattr(g, field) for g in alike}) > 1]
         titles.append(" · ".join([group.model, *told_by]))
     short = [re.split(r"[/\\]", title.rstrip("/\\"))[-1] for title in titles]
     return short if len(set(short)) == len(short) else titles
 
 
 def _notes(group: Group) -> Iterator[str]:
-    """What a reader must know of rows that do not end where the last budget does."""
+    """Series that lack targets of their N, and rows that do not end where the last budget does."""
     last = group.budgets[-1]
-    kinds: dict[str, Callable[[Inversion], bool]] = {
-        "were interrupted; they count with what they reached": (
-            lambda row: row.stop_reason == "interrupted"
-        ),
-        f"had a budget of fewer than {last}; their last value is carried forward": (
-            lambda row: row.stop_reason == "budget" and last.axis == "step" and row.steps < last.at
-        ),
-        f"found their prompt only beyond {last}; they count with what they had by then": (
-            lambda row: best_point(row, last).lcs < row.lcs
-        ),
-    }
+    targets: dict[int, set[str]] = defaultdict(set)
     for series in group.series:
+        targets[series.prompt_length] |= {row.target_id for row in series.rows}
+    for series in group.series:
+        rows = series.rows
+        ended = [row for row in rows if row.stop_reason == "budget" and last.axis == "step"]
+        counts = {
+            "were interrupted; they count with what they reached": sum(
+                row.stop_reason == "interrupted" for row in rows
+            ),
+            f"had a budget of fewer than {last}; their last value is carried forward": sum(
+                row.steps < last.at for row in ended
+            ),
+            f"found their prompt only beyond {last}; they count with what they had by then": sum(
+                best_point(row, last).lcs < row.lcs for row in rows
+            ),
+        }
         place = f"{group.model}, {series.label}, N={series.prompt_length}"
-        for what, is_so in kinds.items():
-            if count := sum(map(is_so, series.rows)):
-                yield f"{place}: {count} of {len(series.rows)} rows {what}"
+        own, every = len({row.target_id for row in rows}), len(targets[series.prompt_length])
+        if own < every:
+            yield f"{place}: has {own} of {every} targets; its means are over those alone"
+        yield from (f"{place}: {n} of {len(rows)} rows {what}" for what, n in counts.items() if n)

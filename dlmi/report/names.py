@@ -1,4 +1,4 @@
-"""What a report calls things: methods in the words of the DLMI paper, prompts, difficulties."""
+"""Names of methods in the words of the DLMI paper, labels of runs, and forms of the prompt."""
 
 import json
 import re
@@ -8,18 +8,33 @@ from typing import Any, Literal
 
 from dlmi.rows import Inversion
 
-# Settings that do not tell methods apart: they have axes of their own in a report.
+# Settings that do not tell methods apart: a report has an axis for each of them.
 _AXES = {"prompt_length", "steps", "token_budget", "eval_every", "decode_at", "seed"}
+# The arithmetic of the LM's passes tells methods apart only where both have done a target.
+_PASSES = {"precision", "pass_dtype"}
 # What a prompt may be, unrestricted. Rows from before there was a choice lack them.
 _UNRESTRICTED = {"allowed_tokens": "all", "forbid_target_tokens": "none", "fluency": 0.0}
 _FORMS = {
-    "best_so_far": "best so far",
     "argmax": "argmax of the last step",
     "softmax": "softmax without noise",
     "gumbel_sample": "Gumbel sample",
 }
 
 Role = Literal["DLMI", "DLMI-TF", "GBDA", "REINFORCE", "SODA"]
+
+# The paper's methods: the name of the method and the values that some settings may have. A setting
+# that a row lacks counts as the first of them.
+_LOSS = {"loss": ("cross_entropy",)}
+_RELAXED = {**_LOSS, "estimator": ("gumbel_softmax",)}
+_FREE = {"teacher_forcing": (False, None)}
+_ROLES: tuple[tuple[Role, str, dict[str, tuple[Any, ...]]], ...] = (
+    ("DLMI", "DLMI", {**_RELAXED, "temperature": ("decoupled",), "teacher_forcing": (True,)}),
+    ("DLMI-TF", "DLMI", {**_RELAXED, "temperature": ("decoupled",), "next_token_tau": (None,)}),
+    ("GBDA", "DLMI", {**_RELAXED, **_FREE, "temperature": ("fixed",)}),
+    ("GBDA", "GBDA", {**_RELAXED, **_FREE, "tau_end": (None,), "final_samples": (0, None)}),
+    ("REINFORCE", "REINFORCE", {**_LOSS, **_FREE, "baseline": ("ema", "as_code")}),
+    ("SODA", "SODA", {"loss": ("margin",)}),
+)
 
 
 def paper_name(method: str, settings: Mapping[str, Any]) -> str:
@@ -42,31 +57,20 @@ def paper_name(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def paper_role(method: str, settings: Mapping[str, Any]) -> Role | None:
-    """Which of the paper's methods this is, whatever its label; None for what it does not have.
+    """Which of the paper's methods this is, whatever its label; None for any other.
 
-    What makes the method must agree (estimator, temperature, teacher forcing, loss); step size,
-    samples and tau may differ, and so may what a prompt may hold (`restrictions`).
+    Estimator, temperature, teacher forcing and loss must agree; step size, samples and tau may
+    differ, and so may what a prompt may hold (`restrictions`).
     """
-    has_paper_loss = settings.get("loss", "cross_entropy") == "cross_entropy"
-    is_relaxed = settings.get("estimator", "gumbel_softmax") == "gumbel_softmax"
-    forced = bool(settings.get("teacher_forcing"))
-    if method == "DLMI" and has_paper_loss and is_relaxed:
-        if settings.get("temperature") == "decoupled":
-            # Earlier rows have a name, and a temperature even where it is of no use.
-            greedy = "greedy" if "next_token" in settings else None
-            is_greedy = settings.get("next_token", settings.get("next_token_tau")) == greedy
-            return "DLMI" if forced else "DLMI-TF" if is_greedy else None
-        return "GBDA" if settings.get("temperature") == "fixed" and not forced else None
-    if method == "GBDA" and has_paper_loss and is_relaxed and not forced:
-        is_plain = settings.get("tau_end") is None and not settings.get("final_samples")
-        return "GBDA" if is_plain else None
-    if method == "REINFORCE" and has_paper_loss and not forced:
-        return "REINFORCE" if settings.get("baseline") in ("ema", "as_code") else None
-    return "SODA" if method == "SODA" and settings.get("loss", "margin") == "margin" else None
+    known = _as_now(settings)
+    for role, name, needed in _ROLES:
+        if method == name and all(known.get(n, vs[0]) in vs for n, vs in needed.items()):
+            return role
+    return None
 
 
 def restrictions(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Where prompts may not be whatever works, as in the paper; null leaves that to the method.
+    """The settings that restrict which prompts are allowed; null leaves that to the method.
 
     >>> restrictions({"allowed_tokens": "all", "forbid_target_tokens": "words", "fluency": None})
     {'forbid_target_tokens': 'words'}
@@ -79,18 +83,13 @@ def restrictions(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_restrictions(rows: Iterable[Inversion]) -> dict[str, Any]:
-    """The restrictions that hold for every one of these rows."""
-    found = [restrictions(row.settings) for row in rows]
-    first = found[0] if found else {}
-    return {name: v for name, v in first.items() if all(own.get(name) == v for own in found)}
+    """The restrictions that all of these rows share."""
+    first, *others = [restrictions(row.settings) for row in rows] or [{}]
+    return {name: v for name, v in first.items() if all(own.get(name) == v for own in others)}
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings as labels show them.
-
-    >>> settings_text({"forbid_target_tokens": "words", "lr": 0.1})
-    'forbid_target_tokens=words lr=0.1'
-    """
+    """Settings as labels show them: `forbid_target_tokens=words lr=0.1`."""
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
@@ -105,12 +104,11 @@ def natural_order(label: str) -> list[tuple[int, str]]:
 
 
 def run_labels(runs: Sequence[tuple[str | None, Sequence[Inversion]]]) -> list[str]:
-    """What each run is called: its name in a comparison, else the paper's.
+    """The label of each run: its name in a comparison, otherwise the paper's.
 
-    Runs of one name that differ in settings get those added, and so do runs whose prompts are
-    restricted, unless all are in the same way. Runs that differ only in where and with what they
-    were made, or in settings that one of them does not know, are one method, but where they have
-    done the same target with the same seed.
+    Settings are added where runs of one name differ in them, and restrictions of the prompt that
+    not all runs share. Versions, devices, the dtype of the passes, and settings that some rows lack
+    are added only where two runs of one label have done the same target with the same seed.
     """
     firsts = [rows[0] for _, rows in runs]
     shared = shared_restrictions(firsts)
@@ -120,7 +118,7 @@ def run_labels(runs: Sequence[tuple[str | None, Sequence[Inversion]]]) -> list[s
     ]
     settings = [{"method": row.method, **_UNRESTRICTED, **_as_now(row.settings)} for row in firsts]
     usual = {name: free for name, free in _UNRESTRICTED.items() if name not in shared}
-    labels = _told_apart(labels, settings, usual)
+    labels = _told_apart(labels, settings, usual, _AXES | _PASSES)
     done = Counter(
         (label, row.target_set, row.target_id, row.seed, len(row.prompt_ids))
         for label, (_, rows) in zip(labels, runs, strict=True)
@@ -132,40 +130,38 @@ def run_labels(runs: Sequence[tuple[str | None, Sequence[Inversion]]]) -> list[s
         {**everything, **own, **row.versions, "device": row.device} if label in twice else {}
         for label, own, row in zip(labels, settings, firsts, strict=True)
     ]
-    return _told_apart(labels, where, {})
+    return _told_apart(labels, where, {}, _AXES)
 
 
 def _told_apart(
-    labels: Sequence[str], settings: Sequence[Mapping[str, Any]], usual: Mapping[str, Any]
+    labels: Sequence[str],
+    settings: Sequence[Mapping[str, Any]],
+    usual: Mapping[str, Any],
+    hidden: set[str],
 ) -> list[str]:
-    """Labels with the settings in which those of one name differ, or are not as usual."""
+    """Labels with the settings in which runs of one label differ, or are not as usual."""
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
     for label, own in zip(labels, settings, strict=True):
         for name, value in own.items():
             both = (value, usual.get(name, value))
             values[label, name] |= {json.dumps(each, sort_keys=True) for each in both}
     shown = [
-        {n: value for n, value in own.items() if len(values[label, n]) > 1 and n not in _AXES}
+        {n: value for n, value in own.items() if len(values[label, n]) > 1 and n not in hidden}
         for label, own in zip(labels, settings, strict=True)
     ]
     return [f"{n} {settings_text(own)}".strip() for n, own in zip(labels, shown, strict=True)]
 
 
 def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls that leave prompts to the method, and `refine_*` where no search followed."""
-    is_alone = settings.get("refine_after") == 1
-    return {
-        name: value
-        for name, value in settings.items()
-        if not (name in _UNRESTRICTED and value is None)
-        and not (is_alone and name.startswith("refine_"))
-    }
+    """Settings as rows have them today, without nulls that leave a restriction to the method."""
+    found = {n: v for n, v in settings.items() if n not in _UNRESTRICTED or v is not None}
+    if found.pop("next_token", None) == "greedy":  # had a temperature all the same
+        found["next_token_tau"] = None
+    if found.get("refine_after") == 1:  # no search followed
+        found = {n: v for n, v in found.items() if not n.startswith("refine_")}
+    return found
 
 
 def form_name(form: str) -> str:
-    """A form of the prompt in words.
-
-    >>> form_name("best_of_8_samples")
-    'best of 8 samples'
-    """
+    """A form of the prompt in words."""
     return _FORMS.get(form, form.replace("_", " "))

@@ -1,8 +1,8 @@
-"""A report as one page that needs nothing else: no network, no server, no other file.
+"""A report as one page that needs no network, no server and no other file.
 
-Ten thousand rows have to load in a blink, so whatever repeats (targets, tokens, labels, settings)
-stands once in a side table and rows hold its index, rows are stored by column, numbers are rounded
-to what is shown, traces are thinned, and no text is stored that its tokens make up.
+So that ten thousand rows load at once, values that repeat (targets, tokens, labels, settings) are
+stored once and rows hold their index, rows are stored by column, numbers are rounded to what is
+shown, traces are thinned, and a text is left out where its tokens spell it.
 """
 
 import base64
@@ -45,14 +45,14 @@ def write_page(
     tables: Sequence[ReportTable],
     reload_seconds: int | None = None,
 ) -> None:
-    """Write the page; it loads itself again every `reload_seconds`, if that is given."""
+    """Write the page; with `reload_seconds` it reloads itself that often."""
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     now = datetime.now(UTC)
     html = render(
         "page.html.j2",
         {"visible": visible, "cell": format_cell, "data_url": _data_url},
-        policy=(  # only this style and this script, and pictures that are part of the page
+        policy=(  # only this style and this script, and images that are part of the page
             f"default-src 'none'; img-src data:; style-src '{_source_hash(style)}'; "
             f"script-src '{_source_hash(script)}'; base-uri 'none'; form-action 'none'"
         ),
@@ -83,38 +83,37 @@ def _source_hash(text: str) -> str:
 
 
 def _data_url(svg: str) -> str:
-    """As an image of its own, so that ids of several pictures cannot clash."""
+    """A separate image, so that ids of several figures cannot clash."""
     data = svg.encode("utf-8", errors="xmlcharrefreplace")
     return "data:image/svg+xml;base64," + base64.b64encode(data).decode()
 
 
 def _cards(group: Group) -> list[tuple[Series, Summary]]:
-    """What each series came to at the last budget, best first."""
+    """The results of each series at the last budget, best first."""
     cards = [(series, summarise(series, group.budgets[-1])) for series in group.series]
     return sorted(cards, key=lambda card: (-card[1].exact.mean, -card[1].lcs.mean))
 
 
 class _SideTables:
-    """Distinct values by name, in order of their first use."""
+    """Tables of distinct values, in order of their first use."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, dict[Hashable, tuple[int, Any]]] = defaultdict(dict)
-
-    def values(self) -> dict[str, list[Any]]:
-        """All of them."""
-        return {name: [value for _, value in t.values()] for name, t in self._tables.items()}
+        self.values: dict[str, list[Any]] = defaultdict(list)
+        self._indices: dict[tuple[str, Hashable], int] = {}
 
     def place(self, name: str, key: Hashable, value: Any = None) -> int:
         """The index of the value under `key`, which is the value itself if none is given."""
-        table = self._tables[name]
-        return table.setdefault(key, (len(table), key if value is None else value))[0]
+        if (name, key) not in self._indices:
+            self._indices[name, key] = len(self.values[name])
+            self.values[name].append(key if value is None else value)
+        return self._indices[name, key]
 
     def tokens(self, ids: Sequence[int], texts: Sequence[str]) -> list[int]:
-        """Each token as its place in the vocabulary, which holds only tokens that occur."""
+        """Each token as its index in the vocabulary, which holds only tokens that occur."""
         return [self.place("vocabulary", pair) for pair in zip(ids, texts, strict=True)]
 
     def named(self, name: str, values: dict[str, Any]) -> int:
-        """A set of named values, each written as Python's JSON writes it (NaN and Infinity too)."""
+        """Named values, written as Python's JSON writes them (NaN and Infinity too)."""
         shown = {
             key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for key, value in values.items()
@@ -123,7 +122,7 @@ class _SideTables:
 
 
 def page_data(data: ReportData) -> dict[str, Any]:
-    """Side tables, and the columns of all rows; the scripts beside it are its only reader."""
+    """Side tables and the columns of all rows, as `assets/elements.js` reads them."""
     tables = _SideTables()
     rows = [
         {"group": number, "method": tables.place("methods", series.label), **_row(tables, row)}
@@ -134,33 +133,27 @@ def page_data(data: ReportData) -> dict[str, Any]:
     return {
         "groups": [group.title for group in data.groups],
         "decodes": list(DECODES),
-        **tables.values(),
+        **tables.values,
         "count": len(rows),
         "columns": {name: [row[name] for row in rows] for name in (rows[0] if rows else ())},
     }
 
 
 def thin_trace(trace: Sequence[TracePoint], limit: int = TRACE_POINTS) -> list[TracePoint]:
-    """At most `limit` points: the first, the last, each new best, and evenly some between.
+    """At most `limit` points: the first, the last, every new best, and others at even distances.
 
-    Where there are more new bests than that, evenly some of them.
+    With too many new bests, some of them at even distances.
     """
     best_so_far = list(itertools.accumulate((point.lcs for point in trace), max))
-    kept = {0, len(trace) - 1}
-    kept |= {i for i in range(1, len(trace)) if best_so_far[i] > best_so_far[i - 1]}
-    kept = _evenly(sorted(kept), limit)
-    kept |= _evenly(range(len(trace)), limit - len(kept))
+    new_bests = [i for i in range(1, len(trace)) if best_so_far[i] > best_so_far[i - 1]]
+    kept: set[int] = set()
+    for places in (sorted({0, *new_bests, len(trace) - 1}), range(len(trace))):
+        chosen = np.linspace(0, len(places) - 1, min(limit - len(kept), len(places)))
+        kept |= {places[i] for i in chosen.round().astype(int)}
     return [trace[i] for i in sorted(kept)]
 
 
-def _evenly(places: Sequence[int], count: int) -> set[int]:
-    """So many of them, from the first to the last."""
-    chosen = np.linspace(0, len(places) - 1, min(count, len(places)))
-    return {places[i] for i in chosen.round().astype(int)}
-
-
 def _row(tables: _SideTables, row: Inversion) -> dict[str, Any]:
-    # Most rows say their target, if all goes well.
     is_exact = row.output_ids == row.target_ids
     members = [] if is_exact else lcs_members(row.target_ids, row.output_ids)
     points = thin_trace(row.trace)
@@ -198,12 +191,12 @@ def _row(tables: _SideTables, row: Inversion) -> dict[str, Any]:
 
 
 def _text(text: str, tokens: Sequence[str]) -> str | None:
-    """None where the tokens make it up: some are parts of characters, and do not."""
+    """None where the tokens spell it; tokens that are parts of a character do not."""
     return None if text == "".join(tokens) else text
 
 
 def _short(value: float | None, digits: int = 4) -> float | None:
-    """A number rounded to some significant digits; None for what JSON cannot hold."""
+    """A number rounded to some significant digits; None for NaN and infinity."""
     if value is None or not math.isfinite(value):
         return None
     rounded = value if isinstance(value, int) else float(f"{value:.{digits}g}")

@@ -1,10 +1,10 @@
-"""Files of rows as runs leave them: found, read line by line, and checked."""
+"""Finding, reading and checking files of rows."""
 
 import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -20,24 +20,19 @@ from dlmi.rows import RESULTS_FILE, Inversion
 Axis = Literal["step", "token_passes", "seconds"]
 AXIS_UNITS = {"step": "steps", "token_passes": "token passes", "seconds": "seconds"}
 
-# Written by `compare` beside each cell's results: the method's name in the grid, and the budgets.
+# `compare` writes these next to a cell's results: the method's label and budgets, and any error.
 CELL_FILE = "cell.json"
-# And this where a cell came to grief.
 FAILURE_FILE = "failure.json"
 
-# Files of workers (once: ranks) are not merged yet if a run goes on, or was killed.
+# Workers (in earlier runs: ranks) have files of their own until the run ends.
 _ROW_FILES = re.compile(r"(results|gradients)(\.(worker|rank).*)?\.jsonl")
-_NAMED_LINES = 10  # how many broken lines of a file are named one by one
+_NAMED_LINES = 10  # broken lines of a file whose numbers a note lists
 
 _T = TypeVar("_T")
 
 
 class Budget(NamedTuple):
-    """How much of what a target may have cost.
-
-    >>> str(Budget("step", 2048.0))
-    '2048 steps'
-    """
+    """What one target may use; shown as `2048 steps`."""
 
     axis: Axis
     at: float
@@ -48,7 +43,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class GridCell:
-    """What a comparison says of a run."""
+    """A run's label and budgets in a comparison."""
 
     label: str | None
     axis: Axis
@@ -63,15 +58,11 @@ class Run(NamedTuple):
 
 
 def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]], list[str]]:
-    """All runs, the gradient rows of each file, and notes on what could not be read.
-
-    Raises:
-        InputError: Where a path holds no file of rows.
-    """
+    """All runs, the gradient rows of each file, and notes on what could not be read."""
     files: dict[Path, Path] = {}
     for path in paths:
         below = [file for file in path.rglob("*.jsonl") if _ROW_FILES.fullmatch(file.name)]
-        # What is no plain file (a pipe, a loop of links) would be waited for without end.
+        # Only plain files: reading from a pipe might never end.
         found = {file.resolve(): file for file in sorted([path, *below]) if file.is_file()}
         if not found:
             raise InputError(
@@ -81,7 +72,10 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]
         files = {**found, **files}
     runs: list[Run] = []
     gradients: list[list[GradientRow]] = []
-    notes = [note for path in paths for note in _failed_cells(path)]
+    notes = []
+    for failure in sorted(file for path in paths for file in path.rglob(FAILURE_FILE)):
+        error = (read_json_file(failure) or {}).get("error")
+        notes.append(f"{failure.parent}: failed{f' ({error})' if isinstance(error, str) else ''}")
     for file in files.values():
         if file.name.startswith("gradients"):
             gradients.append(_read_file(file, GradientRow.from_json, notes))
@@ -91,7 +85,7 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Run], list[list[GradientRow]
 
 
 def _read_file(file: Path, make: Callable[[dict[str, Any]], _T], notes: list[str]) -> list[_T]:
-    """What the lines of a file make; a note is added on those that make nothing."""
+    """The rows of a file; a note is added on lines that are none."""
     try:
         found = list(read_objects(file, make))
     except OSError as error:
@@ -112,7 +106,7 @@ def _read_file(file: Path, make: Callable[[dict[str, Any]], _T], notes: list[str
 
 
 def _runs(folder: Path, rows: list[Inversion]) -> list[Run]:
-    """The rows of a file by what they may be averaged with; of one target the latest."""
+    """The rows of a file by LM, targets and settings; of duplicates the latest."""
     cell = GridCell(None, "step", ())  # unless the run is part of a comparison
     with contextlib.suppress(InputError):
         cell = build(GridCell, read_json_file(folder / CELL_FILE) or {})
@@ -137,10 +131,3 @@ def _checked_row(line: dict[str, Any]) -> Inversion:
     if not all(math.isfinite(share) and 0 <= share <= 1 for share in shares):
         raise InputError("an LCS is not between 0 and 1")
     return row
-
-
-def _failed_cells(path: Path) -> Iterator[str]:
-    """A note on each run of a comparison that did not end well."""
-    for file in sorted(path.rglob(FAILURE_FILE)) if path.is_dir() else []:
-        error = (read_json_file(file) or {}).get("error")
-        yield f"{file.parent}: failed{f' ({error})' if isinstance(error, str) else ''}"

@@ -1,14 +1,15 @@
-"""How figures look: a column of print wide, told apart without colour, room for every text.
+"""The look of figures: one text column wide, legible without colour, with space for every label.
 
 Colours are those of Okabe and Ito without yellow, which is too pale for lines. Every method also
 has a hatch, a marker and a line style of its own, so that grey prints can be read.
 """
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import as_file
+from types import MappingProxyType
 from typing import Any
 
 from matplotlib import rc_context, rcParams
@@ -22,9 +23,10 @@ from dlmi.report.blocks import ASSETS
 from dlmi.text import visible
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#4D4D4D")
+# No dots: an SVG has a curve for each of them.
 _HATCHES = (
-    *("", "////", "....", "\\\\\\\\", "xxxx", "----", "||||"),
-    *("////", "....", "xxxx", "----", "||||", "\\\\\\\\", "++++"),
+    *("", "////", "++++", "\\\\\\\\", "xxxx", "----", "||||"),
+    *("////", "++++", "xxxx", "----", "||||", "\\\\\\\\", "--//"),
 )
 _MARKERS = "osD^vPpX<>hd"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
@@ -37,7 +39,7 @@ _LONGEST_TEXT = 160
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn in every figure of a report, as matplotlib is told."""
+    """Matplotlib's arguments for a method, the same in every figure of a report."""
 
     bar: dict[str, Any]
     line: dict[str, Any]
@@ -45,11 +47,11 @@ class Style:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: what stands above it, which methods it shows, and how it is filled."""
+    """One pair of axes."""
 
-    place: str  # what it may have in common with others
+    place: str  # LM and N; shown once, above the figure, where all panels share it
     title: str
-    shown: Collection[str]
+    shown: Collection[str]  # entries of the legend that it needs
     draw: Callable[[Axes], None]
 
 
@@ -70,9 +72,9 @@ def styles_of(labels: Sequence[str]) -> dict[str, Style]:
 
 @contextmanager
 def house_style(svg_salt: str = "dlmi") -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and written; the caller's come back after."""
+    """Matplotlib's settings while a figure is drawn and written; the caller's are restored."""
     with as_file(ASSETS / "report.mplstyle") as sheet, rc_context(fname=sheet):
-        rcParams["svg.hashsalt"] = svg_salt  # ids within an SVG would be random without
+        rcParams["svg.hashsalt"] = svg_salt  # without it, ids within an SVG are random
         yield
 
 
@@ -81,19 +83,17 @@ def draw_panels(
     panels: Sequence[Panel],
     height: float,
     labels: tuple[str, str] = ("", ""),
-    legend: Sequence[tuple[str, Artist]] = (),
+    legend: Mapping[str, Artist] = MappingProxyType({}),
     width: float = 0.0,
 ) -> Canvas:
-    """Panels below each other with one legend, on as much paper as it takes.
-
-    What all panels have in common stands once, over all of them.
+    """Panels below each other with one legend; the figure is as high as they need.
 
     Args:
         panels: From the top down.
-        height: Inches of a panel, its title left out.
-        labels: Of the axes below the lowest panel and beside each.
-        legend: Names and what they are drawn with.
-        width: Least inches; a column of text if that is wider.
+        height: Inches of a panel without its title.
+        labels: Of the x axis (below the lowest panel only) and of each y axis.
+        legend: Artists by name.
+        width: Inches, if more than a text column.
     """
     width = max(_WIDTH, width)
     canvas = Canvas(figsize=(width, height), layout="constrained")
@@ -102,17 +102,21 @@ def draw_panels(
     head = safe_text(panels[0].place, width - 0.2) if is_one_place else ""
     titles = [p.title if is_one_place else f"{p.place}, {p.title}" for p in panels]
     titles = [safe_text(title, width - 0.6) for title in titles]
-    for place, (panel, title) in enumerate(zip(panels, titles, strict=True), start=1):
-        axes = canvas.add_subplot(len(panels), 1, place)
-        axes.set(title=title, ylabel=labels[1], xlabel=labels[0] if place == len(panels) else "")
+    rows = canvas.subplots(len(panels), sharey=True, squeeze=False).flat
+    for axes, panel, title in zip(rows, panels, titles, strict=True):
+        axes.set(title=title, ylabel=labels[1])
         panel.draw(axes)
+    axes.set(xlabel=labels[0])
+    if axes.get_yscale() == "linear" and not axes.yaxis_inverted():
+        axes.set_ylim(bottom=0)  # an LCS, on one scale for all panels
+        axes.locator_params(axis="y", nbins=5)
     if head:
         canvas.suptitle(head)
     lines = sum(text.count("\n") + bool(text) for text in [head, *titles])
     paper = len(panels) * height + lines * _LINE + 0.3
-    names = [safe_text(name, width - 0.7) for name, _ in legend]
-    artists = [artist for _, artist in legend]
-    for columns in range(len(legend), 0, -1):  # as many beside each other as there is room for
+    artists = list(legend.values())
+    names = [safe_text(name, width - 0.7) for name in legend]
+    for columns in range(len(names), 0, -1):  # as many as fit
         made = canvas.legend(artists, names, ncols=columns, loc="outside lower center")
         box = made.get_window_extent()
         if columns == 1 or box.width < canvas.bbox.width:

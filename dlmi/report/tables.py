@@ -1,6 +1,5 @@
-"""The tables of measurements: one line per LM, N and method, never averaged across LMs."""
+"""Tables of results: one line per LM, N and method, never averaged across LMs."""
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +8,7 @@ from functools import partial
 from dlmi.metrics import lcs_members
 from dlmi.report.blocks import Cell, ModelText, ReportTable, block_texts, in_parts
 from dlmi.report.estimates import Measure, honest_lcs, known, mean_over_targets, summarise
-from dlmi.report.loading import Group, ReportData, Series
+from dlmi.report.loading import Group, ReportData, Series, every_value
 from dlmi.report.names import form_name
 from dlmi.rows import DECODES, FLOORS, FORMS, Inversion
 
@@ -20,7 +19,7 @@ Line = dict[str, Cell]
 
 
 def group_table(data: ReportData) -> ReportTable:
-    """What was measured: the LMs and target sets that all other tables keep apart."""
+    """The LMs and target sets that all other tables keep apart."""
     lines: list[Line] = [
         {
             "name here": group.title,
@@ -95,7 +94,7 @@ def matrix_lcs(form: str, decode: str, row: Inversion) -> float:
 
 
 def overlap_table(data: ReportData) -> ReportTable:
-    """What prompts share with their targets, and how unlikely they are."""
+    """How much prompts share with their targets, and their perplexity."""
     measures: dict[tuple[str, str], Measure] = {
         ("overlap", "s.e."): lambda row: row.overlap_ratio,
         ("target hit", "s.e. of it"): lambda row: row.target_hit_ratio,
@@ -121,20 +120,22 @@ def log_perplexity(row: Inversion) -> float:
 
 
 def round_trip_table(data: ReportData) -> ReportTable:
-    """Whether prompts survive as text: the honest LCS, and that less what a prompt loses in it."""
+    """Whether prompts survive as text: the honest LCS before and after a round trip."""
     lines = []
     for group, series in data.each():
-        means = _means(series.rows, _round_trip_measures(honest_lcs(group.budgets[-1])))
+        honest = honest_lcs(group.budgets[-1])
+        measures: dict[tuple[str, str], Measure] = {
+            ("encode back", "s.e."): lambda row: float(row.round_trips),
+            ("LCS from ids", "s.e. from ids"): honest,
+            ("LCS from text", "s.e. from text"): partial(_lcs_from_text, honest),
+        }
+        means = _means(series.rows, measures)
         lines.append({**_place(group, series), "prompts": len(series.rows), **means})
     return ReportTable.of("round_trip", lines)
 
 
-def _round_trip_measures(honest: Measure) -> dict[tuple[str, str], Measure]:
-    return {
-        ("encode back", "s.e."): lambda row: float(row.round_trips),
-        ("LCS from ids", "s.e. from ids"): honest,
-        ("LCS from text", "s.e. from text"): lambda r: honest(r) - r.lcs + r.round_trip_lcs,
-    }
+def _lcs_from_text(honest: Measure, row: Inversion) -> float:
+    return honest(row) - row.lcs + row.round_trip_lcs
 
 
 def prompt_table(data: ReportData) -> ReportTable:
@@ -145,7 +146,7 @@ def prompt_table(data: ReportData) -> ReportTable:
     for group, series, rows in places:
         count = min(share, len(rows))
         for row in (rows[i * len(rows) // count] for i in range(count)):
-            # Tokens may be parts of characters: the whole text is shown where nothing is marked.
+            # Tokens may be parts of characters, so the whole text is shown if nothing is marked.
             members = lcs_members(row.target_ids, row.output_ids)
             output = zip(row.output_tokens, (not member for member in members), strict=True)
             line: Line = {
@@ -175,26 +176,25 @@ def _best_rows(group: Group, members: Sequence[Series]) -> tuple[Series, list[In
 
 
 def settings_tables(data: ReportData) -> list[ReportTable]:
-    """All arguments of the methods, settings down and methods across."""
-    rows = {
-        label: [row for _, series in data.each() if series.label == label for row in series.rows]
+    """The settings of all methods: one line per setting, one column per method."""
+    values = {
+        label: every_value(
+            {"method": row.method, **row.settings}
+            for _, series in data.each()
+            for row in series.rows
+            if series.label == label
+        )
         for label in data.labels
     }
     tables = []
     for number, part in enumerate(in_parts(data.labels, _METHODS_PER_TABLE), start=1):
-        names = dict.fromkeys(n for label in part for row in rows[label] for n in row.settings)
-        methods = [_joined({row.method for row in rows[label]}) for label in part]
-        lines: list[tuple[Cell, ...]] = [("method", *methods)]
-        lines += [(name, *(_setting(rows[label], name) for label in part)) for name in names]
+        names = dict.fromkeys(name for label in part for name in values[label])
+        lines = [
+            (n, *(", ".join(values[label].get(n, [])) or None for label in part)) for n in names
+        ]
         texts = block_texts("settings", part=number)
         tables.append(ReportTable(*texts, ("setting", *part), tuple(lines)))
     return tables
-
-
-def _setting(rows: Iterable[Inversion], name: str) -> Cell:
-    values = [row.settings[name] for row in rows if name in row.settings]
-    found = {value if isinstance(value, str) else json.dumps(value) for value in values}
-    return _joined(found) if found else None
 
 
 def _place(group: Group, series: Series, **more: Cell) -> Line:
@@ -211,5 +211,5 @@ def _means(rows: Sequence[Inversion], measures: Mapping[tuple[str, str], Measure
 
 
 def _joined(values: Iterable[object]) -> str:
-    """The values in a line; those of a set sorted."""
+    """The values with commas between them; those of a set sorted."""
     return ", ".join(sorted(map(str, values)) if isinstance(values, set) else map(str, values))

@@ -1,6 +1,6 @@
-"""Everything of a report but its page, on disk: pictures, tables, and the text that ties them.
+"""The files of a report except its page: figures, tables and `report.md`.
 
-Nothing in a cell is taken for a command by whoever reads the file: Markdown, a spreadsheet, LaTeX.
+Cells are escaped for each format, so that no text becomes Markdown, a formula or a LaTeX command.
 """
 
 import csv
@@ -17,16 +17,15 @@ from dlmi.version import __version__
 
 _DOTS_PER_INCH = 300
 
-# What Markdown reads as more than a character. An underscore inside a word and brackets that no
-# address follows are what they are.
+# What Markdown takes for markup. It leaves alone an underscore inside a word, and brackets without
+# an address after them.
 _MARKUP = re.compile(r"[\\`*{}<>|~$&#!]|(?<!\w)_|_(?!\w)|\](?=\s*[(\[:])")
 
-# What a spreadsheet would take for a formula, unless it is a number.
+# What a spreadsheet takes for a formula; a signed number is none.
 _FORMULA = re.compile(r"[=@]|[+-](?!\d+(\.\d+)?(e[+-]?\d+)?$)")
 
-# Longer tables may break over pages; longtable does not work in two columns, tabular does.
-_LONGEST_FLOAT = 40
-_LONGEST_PLAIN_CELL = 26
+_LONGEST_FLOAT = 40  # rows; a longer table breaks over pages, which tabular cannot
+_LONGEST_PLAIN_CELL = 26  # characters
 _MOST_UPRIGHT_COLUMNS = 7
 
 _TEXT_COMMANDS = {
@@ -43,15 +42,9 @@ _ESCAPES: dict[str, str | int | None] = {
     "⇥": r"\texttt{\textbackslash{}t}",
     "␍": r"\texttt{\textbackslash{}r}",
     "␣": r"\textvisiblespace\allowbreak{}",
-    "±": r"$\pm$",
     "τ": r"$\tau$",
-    "²": r"$^2$",
-    "–": "--",  # noqa: RUF001
-    "−": "$-$",  # noqa: RUF001
-    "·": r"$\cdot$",
-    "…": r"\ldots{}",
 }
-_BEYOND_FONTS = re.compile("[^\x00-\x7fªµºÀ-ÖØ-öø-ÿ]")
+_BEYOND_FONTS = re.compile("[^\x00-\x7f¡-ÿ–…]")  # noqa: RUF001 (LaTeX knows Latin-1 and these)
 
 _HEADER = """\
 % Written by dlmi.
@@ -64,13 +57,13 @@ _FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
 
 
 def write_figures(folder: Path, figures: Sequence[Figure]) -> None:
-    """Each as PNG, PDF and SVG, undated: the same data give the same files."""
+    """Write each as PNG, PDF and SVG, without a date: the same data give the same files."""
     folder.mkdir(exist_ok=True)
     for figure in figures:
         file, canvas, picture = folder / figure.name, figure.canvas, io.StringIO()
         with house_style(svg_salt=figure.name):
             canvas.savefig(f"{file}.png", dpi=_DOTS_PER_INCH)
-            canvas.set_layout_engine("none")  # everything has its place by now
+            canvas.set_layout_engine("none")  # keeps the layout that was just made
             canvas.savefig(picture, format="svg", metadata={"Date": None})
             canvas.savefig(f"{file}.pdf", metadata={"CreationDate": None})
         figure.svg = picture.getvalue()
@@ -91,14 +84,14 @@ def write_tables(folder: Path, tables: Sequence[ReportTable]) -> None:
 def write_text(
     path: Path, data: ReportData, figures: Sequence[Figure], tables: Sequence[ReportTable]
 ) -> None:
-    """`report.md`: what was measured, what was wrong, then every figure and table."""
+    """Write `report.md`: notes, then every figure and table."""
     filters = {"md": markdown_text, "md_table": markdown_table}
     values = {"data": data, "figures": figures, "tables": tables, "version": __version__}
     write_file(path, render("report.md.j2", filters, **values))
 
 
 def markdown_table(table: ReportTable) -> str:
-    """Only the table: numbers to the right."""
+    """The table without title and caption; numbers are aligned to the right."""
     lines = [
         [markdown_text(column) for column in table.columns],
         ["---:" if table.is_number(i) else "---" for i in range(len(table.columns))],
@@ -108,18 +101,18 @@ def markdown_table(table: ReportTable) -> str:
 
 
 def markdown_cell(value: Cell) -> str:
-    """A cell; what a model got wrong is bold in brackets."""
+    """A cell; wrong tokens are bold in brackets."""
     if not isinstance(value, ModelText):
         return markdown_text(format_cell(value))
     parts = [(escape_markdown(text), is_wrong) for text, is_wrong in value.parts]
-    # Asterisks would not do: within a word Markdown shows them before a bracket.
+    # Within a word, Markdown does not take asterisks before a bracket for markup.
     text = "".join(f"<b>[{shown}]</b>" if is_wrong else shown for shown, is_wrong in parts)
-    # Two marked tokens in a row are one marked piece, and a line may break after a space.
+    # Join neighbouring wrong tokens, and let a line break after a space.
     return text.replace("]</b><b>[", "").replace(escape_markdown("␣"), "␣<wbr>")
 
 
 def markdown_text(text: str) -> str:
-    r"""Text of our own, with names of the user's in it, on one line.
+    r"""Titles, captions, labels and notes on one line, without active markup.
 
     >>> markdown_text("a_b <c> [d](e)\n")
     'a_b &#60;c&#62; [d&#93;(e)⏎'
@@ -128,22 +121,22 @@ def markdown_text(text: str) -> str:
 
 
 def csv_table(table: ReportTable) -> str:
-    """Numbers in full, None and NaN empty, text on one line each, formulas quoted."""
+    """Numbers in full, None and NaN empty, each text on one line, formulas quoted."""
+
+    def shown(value: Cell) -> Cell:
+        if not isinstance(value, str):
+            return None if value != value else value
+        text = visible(value)
+        return f"'{text}" if _FORMULA.match(text) else text
+
     file = io.StringIO()
-    rows = (map(_csv_cell, row) for row in (table.columns, *table.rows))
+    rows = (map(shown, row) for row in (table.columns, *table.rows))
     csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
 
 
-def _csv_cell(value: Cell) -> Cell:
-    if not isinstance(value, str):
-        return None if value != value else value
-    text = visible(value)
-    return f"'{text}" if _FORMULA.match(text) else text
-
-
 def escape_latex(text: str) -> str:
-    r"""Text that LaTeX shows as it is; characters that its fonts lack are shown by their number.
+    r"""Text that LaTeX shows literally; characters that its fonts lack as their code point.
 
     >>> escape_latex("a_b & 50%") == r"a\_\allowbreak{}b \& 50\%"
     True
@@ -153,12 +146,10 @@ def escape_latex(text: str) -> str:
 
 
 def latex_cell(value: Cell) -> str:
-    """A cell; what a model got wrong is red."""
+    """A cell; wrong tokens are red."""
     if isinstance(value, ModelText):
-        return "".join(
-            rf"\textcolor{{red}}{{{escape_latex(text)}}}" if is_wrong else escape_latex(text)
-            for text, is_wrong in value.parts
-        )
+        parts = [(escape_latex(text), is_wrong) for text, is_wrong in value.parts]
+        return "".join(rf"\textcolor{{red}}{{{t}}}" if wrong else t for t, wrong in parts)
     shown = format_cell(value)
     if not isinstance(value, int | float):
         return escape_latex(shown)
@@ -169,8 +160,8 @@ def latex_cell(value: Cell) -> str:
 
 
 def latex_table(table: ReportTable) -> str:
-    """The whole file: a float, or a longtable where it would not fit on a page."""
-    from pandas import DataFrame  # here, since nothing else needs it
+    """A LaTeX file: a float, or a longtable if it has many rows."""
+    from pandas import DataFrame  # slow to import, and needed nowhere else
 
     frame = DataFrame([list(map(latex_cell, row)) for row in table.rows], dtype=object)
     frame.columns = [rf"\textbf{{{escape_latex(column)}}}" for column in table.columns]
@@ -194,14 +185,13 @@ def latex_table(table: ReportTable) -> str:
 
 def _layout(table: ReportTable) -> str:
     """Numbers to the right, text to the left, long text in paragraphs of equal width."""
-    wide = [
-        any(isinstance(cell, str) and len(cell) > _LONGEST_PLAIN_CELL for cell in column)
+    lengths = [
+        max((len(cell) for cell in column if isinstance(cell, str)), default=0)
         for column in zip(*table.rows, strict=True)
     ]
-    width = 0.6 / max(1, sum(wide))
+    width = 0.6 / max(1, sum(length > _LONGEST_PLAIN_CELL for length in lengths))
     paragraph = rf">{{\raggedright\arraybackslash}}p{{{width:.2f}\linewidth}}"
     kinds = [
-        paragraph if is_wide else "r" if table.is_number(i) else "l"
-        for i, is_wide in enumerate(wide)
+        paragraph if length > _LONGEST_PLAIN_CELL else "l" if length else "r" for length in lengths
     ]
     return "@{}" + "".join(kinds) + "@{}"

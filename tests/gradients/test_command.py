@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlmi.cli.main import main
-from dlmi.gradients import read_gradient_rows
+from dlmi.gradient_rows import read_gradient_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "gradients"
 

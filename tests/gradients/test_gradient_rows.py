@@ -6,8 +6,8 @@ import pytest
 from helpers.toy_slot import normal
 
 from dlmi import InputError, Inversion
-from dlmi.gradient_rows import UNDEFINED
-from dlmi.gradients import GradientRow, Statistic, ks_tests, median_statistic, read_gradient_rows
+from dlmi.gradient_rows import UNDEFINED, GradientRow, Statistic, read_gradient_rows
+from dlmi.report.gradient_sets import ks_tests, median_statistic
 
 
 def row(estimator="GS tau=1", value=1.0, **options):

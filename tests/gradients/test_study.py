@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dlmi import InputError, Inverter
-from dlmi.gradients import read_gradient_rows
+from dlmi.gradient_rows import read_gradient_rows
 from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.estimators import ESTIMATORS
 from dlmi.lm.forward import Forward

@@ -192,6 +192,18 @@ def test_hostile_texts_survive_in_the_data(tmp_path, row):
     assert data["columns"]["prompt_perplexity"] == [None]
 
 
+def test_a_prompt_of_100_kilobytes_is_stored_once(tmp_path, row):
+    text = HOSTILE * 1000
+    long = dataclasses.replace(
+        row, prompt_text=text, prompt_tokens=(text, *("",) * (len(row.prompt_ids) - 1))
+    )
+    write_page(tmp_path / "page.html", loaded(Series("m", 5, (long,))), [], [])
+    data = data_of(tmp_path / "page.html")
+    assert data["columns"]["promptText"] == [None]  # its tokens spell it
+    assert data["vocabulary"][data["columns"]["prompt"][0][0]][1] == text
+    assert (tmp_path / "page.html").stat().st_size < 4 * len(text)
+
+
 def test_thinned_trace_keeps_ends_and_every_new_best():
     best_at = [7, 123, 124, 990]
     lcs = [sum(at <= i for at in best_at) / 4 * (i in best_at) for i in range(1000)]

@@ -19,8 +19,8 @@ from matplotlib.collections import PolyCollection
 from scipy import stats
 
 from dlmi import DLMI, InputError, Inverter, TargetDataModule, read_rows
-from dlmi.gradient_rows import STATISTICS, read_gradient_rows
-from dlmi.gradients import GradientRow, Statistic, estimators
+from dlmi.gradient_rows import STATISTICS, GradientRow, Statistic, read_gradient_rows
+from dlmi.gradients import estimators
 from dlmi.report.blocks import ModelText, ReportTable, format_cell
 from dlmi.report.claims.rules import FIXED_HIGH, FIXED_LOW, LEARNED, REINFORCE, RULES, GradientView
 from dlmi.report.claims.table import CLAIMS, Claim, claim_cases, claims_table, decide_on
@@ -316,6 +316,13 @@ def test_rows_with_smaller_budgets_or_interrupted_are_noted(make_row, write_run,
     assert "PEZ, N=4: 1 of 1 rows were interrupted" in notes
 
 
+def test_a_method_without_all_targets_is_noted(make_row, write_run, tmp_path):
+    write_run("a", [make_row(0.1, target=f"t{i}") for i in range(3)])
+    write_run("b", [make_row(0.9, target="t0", method="SODA")])
+    [note] = load([tmp_path / "runs"]).notes
+    assert note.endswith("SODA, N=4: has 1 of 3 targets; its means are over those alone")
+
+
 def test_steps_of_the_command_replace_those_of_a_comparison(two_methods, tmp_path):
     assert two_methods.groups[0].budgets == (("step", 10.0), ("step", 20.0))
     assert load([tmp_path / "runs"], steps=[5]).groups[0].budgets == (("step", 5.0),)
@@ -411,6 +418,17 @@ def test_passes_of_another_dtype_stand_beside_each_other(make_row, write_run, tm
     assert "passes: bf16-mixed / float64" in group.mixed
 
 
+def test_targets_done_in_several_dtypes_of_the_passes_are_one_method(make_row, write_run, tmp_path):
+    for number, passes in enumerate(("float32", "bfloat16")):
+        row = make_row(0.2, target=f"t{number}", settings={"pass_dtype": passes})
+        write_run(passes, [row], label="m")
+    data = load([tmp_path / "runs"])
+    [group] = data.groups
+    assert data.labels == ["m"]
+    assert len(group.rows) == 2
+    assert "passes: bfloat16 / float32" in group.mixed
+
+
 # Tables
 
 
@@ -482,6 +500,11 @@ def hostile_table():
 
 def shown(text):
     return ModelText([(text, False)])
+
+
+def test_a_long_text_is_cut_in_tables():
+    text = ModelText([("a" * 100_000, False), ("b", True)])
+    assert text == "a" * 2000 + "…b"
 
 
 def test_markdown_shows_hostile_text_as_it_is():
@@ -640,6 +663,17 @@ def test_a_claim_says_which_runs_are_not_what_it_needs(make_row, write_run, tmp_
     write_run("b", [make_row(0.1, method="GCG")])
     [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
     assert line[5] == "needs DLMI and another method; not as in the paper: DLMI(1, shared)"
+
+
+def test_a_claim_says_what_its_runs_must_share(make_row, write_run, tmp_path):
+    """DLMI and another method are there, but no target that both did with the same seed."""
+    for number, method in enumerate(("DLMI", "GCG", "SODA")):
+        settings = {"loss": "margin"} if method == "SODA" else {}
+        rows = [make_row(0.1, target=f"t{i}", seed=number, settings=settings) for i in range(3)]
+        write_run(method, [dataclasses.replace(row, method=method) for row in rows])
+    [line] = [row for row in claims_table(load([tmp_path / "runs"])).rows if row[0] == "1a"]
+    assert line[3] == "not tested"
+    assert line[5] == "needs DLMI and another method (with the same seeds)"
 
 
 def test_anytime_is_tested_on_the_prompt_of_the_moment(make_row, write_run, tmp_path):

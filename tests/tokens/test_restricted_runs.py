@@ -14,7 +14,7 @@ from helpers.slots import open_slot
 from dlmi import InputError, Inverter, Target, Vocabulary, load_lm
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.estimators.temperature import row_entropy
-from dlmi.gradients import read_gradient_rows
+from dlmi.gradient_rows import read_gradient_rows
 from dlmi.gradients.callback import GradientStudy
 from dlmi.methods import DLMI, GCG
 from dlmi.run.budget import Budget

@@ -13,9 +13,12 @@ const FIELDS = [
   { key: 'seconds', title: 'Seconds', kind: 'minor', value: column('seconds'), format: compact },
   { key: 'perplexity', title: 'Prompt perplexity', kind: 'minor', value: column('prompt_perplexity'), format: compact },
   { key: 'stop', title: 'Stopped', kind: 'words minor', value: named('stop', 'stops') },
-  { key: 'target', title: 'Target', kind: 'words said minor', value: (i) => target(i).text, format: clamped },
+  { key: 'target', title: 'Target', kind: 'words said minor', value: (i) => target(i).text, format: (text) => clamped(text.slice(0, CELL_LENGTH)) },
   { key: 'output', title: 'Output', kind: 'words said', value: outputText, cell: markedOutput },
 ];
+
+// A cell shows two lines; its details show the whole text.
+const CELL_LENGTH = 400;
 
 function clamped(content) {
   return make('div', 'clamp', content);
@@ -38,11 +41,15 @@ function lcsCell(i) {
 function markedOutput(i) {
   const parts = [];
   let wasMember = null;
+  let room = CELL_LENGTH;
   outputTokens(i).forEach((token, position) => {
+    if (room <= 0) return;
     const member = isMember(i, position);
+    const text = data.vocabulary[token][1].slice(0, room);
     if (member !== wasMember) parts.push(member ? make('span') : make('mark', 'miss'));
-    parts.at(-1).append(visible(data.vocabulary[token][1]));
+    parts.at(-1).append(visible(text));
     wasMember = member;
+    room -= text.length;
   });
   return clamped(parts);
 }

@@ -1,10 +1,11 @@
 """The paper's claims as rules: each gives the numbers that its claim bounds, in a view."""
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 from dlmi.gradient_rows import GradientRow
@@ -35,15 +36,20 @@ TEMPERATURE_STEPS = 256
 REINFORCE = "REINFORCE"
 FIXED_LOW, FIXED_HIGH = "GS tau=1", "GS tau=100"
 LEARNED = ("GS L tau0=1", "GS L tau0=100", "GS D+L tau0=1", "GS D+L tau0=100")
-_LOW_AND_HIGH = (LEARNED[:2], LEARNED[2:])
+_HIGH_AND_LOW = ((LEARNED[1], LEARNED[0]), (LEARNED[3], LEARNED[2]))
 
-Rule = Callable[[Any], NamedEstimates]
+Rule = Callable[..., NamedEstimates]
 RULES: dict[str, Rule] = {}
 
 
-def decides(number: str) -> Callable[[Rule], Rule]:
-    """Enter a rule into `RULES`, by the number of its claim."""
-    return lambda rule: RULES.setdefault(number, rule)
+def decides(number: str, **arguments: Any) -> Callable[[Rule], Rule]:
+    """Enter a rule into `RULES` by the number of its claim; `arguments` go to the rule."""
+
+    def enter(rule: Rule) -> Rule:
+        RULES[number] = partial(rule, **arguments)
+        return rule
+
+    return enter
 
 
 @decides("1a")
@@ -74,7 +80,7 @@ def _gbda_is_below_dlmi(view: MetricView) -> NamedEstimates:
 
 @decides("3c")
 def _gbda_gap_grows(view: MetricView) -> NamedEstimates:
-    for dlmi, gbda in itertools.product(view.find("DLMI-TF"), view.find_all("GBDA")):
+    for dlmi, gbda in product(view.find("DLMI-TF"), view.find_all("GBDA")):
         if rise := _over_k(dlmi, differences(dlmi.rows, gbda.rows, view.measure)):
             name = f"rise of {dlmi.label} - {gbda.label} from lowest to highest k"
             yield f"{name} at {view.place}", rise
@@ -82,7 +88,7 @@ def _gbda_gap_grows(view: MetricView) -> NamedEstimates:
 
 @decides("4")
 def _temperature_matters_most(view: MetricView) -> NamedEstimates:
-    for (forced, free), fixed in itertools.product(_forced_and_free(view), view.find_all("GBDA")):
+    for (forced, free), fixed in product(_forced_and_free(view), view.find_all("GBDA")):
         by_forcing = differences(forced.rows, free.rows, view.measure)
         by_temperature = differences(free.rows, fixed.rows, view.measure)
         if found := mean_gain(by_forcing, by_temperature):
@@ -120,21 +126,19 @@ def _dlmi_leads_on_hard_targets(view: MetricView) -> NamedEstimates:
 @decides("7")
 def _larger_is_easier(views: tuple[MetricView, MetricView]) -> NamedEstimates:
     small, large = views
-    for one, other in itertools.product(small.find("DLMI"), large.find("DLMI")):
+    for one, other in product(small.find("DLMI"), large.find("DLMI")):
         # Each LM has its own targets, so this comparison is not paired.
         values = [by_target(series.rows, small.measure).values() for series in (other, one)]
         if gap := unpaired(*values):
             yield f"{one.label} at {small.place}", gap
 
 
-@decides("8a")
-def _dlmi_is_robust(view: MetricView) -> NamedEstimates:
-    return _falls(view, "DLMI")
-
-
-@decides("8b")
-def _soda_degrades(view: MetricView) -> NamedEstimates:
-    return _falls(view, "SODA")
+@decides("8a", role="DLMI")
+@decides("8b", role="SODA")
+def _change_over_k(view: MetricView, role: Role) -> NamedEstimates:
+    for series in view.find(role):
+        if change := _over_k(series, by_target(series.rows, view.measure)):
+            yield f"{series.label} from lowest to highest k at {view.place}", change
 
 
 @decides("8c")
@@ -184,65 +188,45 @@ def _perplexity_is_huge(view: MetricView) -> NamedEstimates:
 class GradientView:
     """Gradient rows through a pair of columns.
 
-    The paper's are the largest variance and bias of a logit, which shrink with the gradient itself;
-    so claims are decided on columns that are free of scale, and the paper's stand beside them.
+    The paper's are the largest variance and bias of a logit, which shrink with the gradient itself.
+    So claims are decided on columns that are free of scale; the paper's are shown next to them.
     """
 
     gradients: GradientSet
     variance: str = "relative_variance"
     bias: str = "bias_over_norm"
 
-    def decades(
-        self,
-        first: str,
-        second: str,
-        column: str,
-        summary: Callable[[list[float]], float] = statistics.fmean,
-    ) -> NamedEstimates:
-        """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
 
-        def logarithm(row: GradientRow) -> float:
+@decides("10", pairs=list(product([REINFORCE], [FIXED_LOW, FIXED_HIGH, *LEARNED])), of=["variance"])
+@decides("11", pairs=[(FIXED_HIGH, FIXED_LOW)], of=["variance", "bias"])
+@decides("12a", pairs=list(product(LEARNED, [FIXED_LOW])), of=["variance", "bias"])
+@decides("12b", pairs=_HIGH_AND_LOW, of=["bias"])
+def _log_ratio(
+    view: GradientView,
+    pairs: Sequence[tuple[str, str]],
+    of: Sequence[str],
+    name: str = "log10 {column}, {first} over {second}",
+    summary: Callable[[list[float]], float] = statistics.fmean,
+) -> NamedEstimates:
+    """log10 of one estimator's statistic over another's; `summary` is of a target's rows."""
+    for (first, second), column in product(pairs, (getattr(view, each) for each in of)):
+
+        def logarithm(row: GradientRow, column: str = column) -> float:
             value = known(getattr(row, column).value)
             return math.log10(value) if value > 0 else math.nan
 
         one, other = (
-            by_target([r for r in self.gradients.rows if r.estimator == label], logarithm, summary)
+            by_target([r for r in view.gradients.rows if r.estimator == label], logarithm, summary)
             for label in (first, second)
         )
         if found := mean_gain(other, one):
-            yield f"log10 {column}, {first} over {second}", found
-
-
-@decides("10")
-def _reinforce_varies_most(view: GradientView) -> NamedEstimates:
-    for other in (FIXED_LOW, FIXED_HIGH, *LEARNED):
-        yield from view.decades(REINFORCE, other, view.variance)
-
-
-@decides("11")
-def _high_tau_is_better(view: GradientView) -> NamedEstimates:
-    for column in (view.variance, view.bias):
-        yield from view.decades(FIXED_HIGH, FIXED_LOW, column)
-
-
-@decides("12a")
-def _learned_are_like_low_tau(view: GradientView) -> NamedEstimates:
-    for learned in LEARNED:
-        for column in (view.variance, view.bias):
-            yield from view.decades(learned, FIXED_LOW, column)
-
-
-@decides("12b")
-def _bias_ignores_tau0(view: GradientView) -> NamedEstimates:
-    for low, high in _LOW_AND_HIGH:
-        yield from view.decades(high, low, view.bias)
+            yield name.format(column=column, first=first, second=second), found
 
 
 @decides("12c")
 def _range_is_smaller(view: GradientView) -> NamedEstimates:
-    for low, high in _LOW_AND_HIGH:
-        for _, found in view.decades(high, low, view.variance, lambda v: max(v) - min(v)):
-            yield f"decades of {view.variance}, {high} - {low}", found
+    name = "decades of {column}, {first} - {second}"
+    return _log_ratio(view, _HIGH_AND_LOW, ["variance"], name, lambda v: max(v) - min(v))
 
 
 def _forced_and_free(view: MetricView) -> list[tuple[Series, Series]]:
@@ -260,9 +244,3 @@ def _over_k(series: Series, values: Mapping[str, float]) -> Estimate:
     """Change from the lowest to the highest k, along the least-squares line."""
     difficulties = {row.target_id: row.k for row in series.rows}
     return slope([(k, values[t]) for t, k in difficulties.items() if k is not None and t in values])
-
-
-def _falls(view: MetricView, role: Role) -> NamedEstimates:
-    for series in view.find(role):
-        if fall := _over_k(series, by_target(series.rows, view.measure)):
-            yield f"{series.label} from lowest to highest k at {view.place}", fall

@@ -1,13 +1,13 @@
 """The checklist of the DLMI paper's claims, decided on these runs.
 
-Claims about LCS are decided on the honest metric; what the as-in-code metric would say stands
-beside it. Groups are decided apart, and so are runs whose prompts are restricted in other ways.
+Claims about LCS are decided on the honest metric, and next to it on the as-in-code metric. Every
+group is a case of its own, and so are runs whose prompts are restricted in other ways.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, product
 from typing import Any, Literal
 
 import msgspec
@@ -21,9 +21,8 @@ from dlmi.report.loading import Group, ReportData
 Kind = Literal["group", "pair", "gradients", "nothing"]
 Verdict = Literal["holds", "fails", "not decided", "not tested"]
 Finding = tuple[str, Estimate]  # named
-# What a claim is decided on: its name, views through our metric, and those through the authors'.
+# What a claim is decided on: a name, views through our metric, and views through the authors'.
 Case = tuple[str, Sequence[Any], Sequence[Any]]
-
 
 CONFIDENCE = 0.95
 _SHOWN_FINDINGS = 2
@@ -31,7 +30,7 @@ _SHOWN_FINDINGS = 2
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, as `assets/claims.toml` explains it."""
+    """A claim of the paper; `assets/claims.toml` explains the fields."""
 
     text: str
     needs: str
@@ -42,13 +41,14 @@ class Claim:
     margin: float = 0.0
     at: int | None = None
     prompt_length: int = 0
+    is_paired: bool = False
     has_two_metrics: bool = True
 
     def decide(self, findings: Sequence[Finding]) -> tuple[Verdict, str]:
         """The verdict, and the numbers that decided it.
 
-        It holds if every finding does and fails if one refutes it; else it is not decided. That
-        all hold needs no correction for their number; that one fails does (Bonferroni).
+        A claim holds if every finding does, fails if one refutes it, and is not decided otherwise.
+        Bonferroni's correction is for the latter test; that all hold needs none.
         """
         if not findings:
             return "not tested", "no runs to compare"
@@ -64,7 +64,7 @@ class Claim:
         return verdict, "; ".join([", ".join(counts)] * bool(counts) + [*map(_evidence, worst)])
 
     def _distance(self, finding: Finding) -> float:
-        """How far it is from safely where the claim wants it: the larger, the worse."""
+        """How far the interval reaches out of the claim's bounds; negative if it is within."""
         low, high = finding[1].interval(CONFIDENCE)
         return max(self.low - low, high - self.high) if math.isfinite(low) else math.inf
 
@@ -80,15 +80,25 @@ def _evidence(finding: Finding) -> str:
     what, found = finding
     low, high = found.interval(CONFIDENCE)
     interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(low) else " (no interval)"
-    return f"{what}: {found.mean:.3f}{interval}, {found.targets} targets"
+    targets = f"{found.targets} target{'' if found.targets == 1 else 's'}"
+    return f"{what}: {found.mean:.3f}{interval}, {targets}"
 
 
 def claims_table(data: ReportData) -> ReportTable:
-    """All claims with their verdicts, by number."""
+    """All claims with their verdicts: a row per case with findings, otherwise what is missing."""
+    cases = claim_cases(data)
+    rows: list[tuple[Cell, ...]] = []
+    for number, said in CLAIMS.items():
+        outcomes: list[tuple[Cell, ...]] = []
+        for name, ours, theirs in cases[said.kind]:
+            verdict, evidence = decide_on(number, ours)
+            others = decide_on(number, theirs) if said.has_two_metrics else (None, None)
+            if verdict != "not tested":
+                outcomes.append((name, verdict, said.metric, evidence, *others))
+        missing = (None, "not tested", said.metric, _missing(said, data), None, None)
+        rows += [(number, said.text, *outcome) for outcome in outcomes or [missing]]
     columns = ["claim", "the paper says", "on", "verdict", "metric", "what decided it"]
     columns += ["as in the authors' code", "what decides that"]
-    cases = claim_cases(data)
-    rows = (row for number in CLAIMS for row in _rows(number, cases, data))
     texts = block_texts("claims", confidence=CONFIDENCE, targets=MIN_TARGETS)
     return ReportTable(*texts, tuple(columns), tuple(rows))
 
@@ -100,18 +110,18 @@ def claim_cases(data: ReportData) -> dict[Kind, list[Case]]:
         [case for case in groups if name in case[1][0].group.model.lower()]
         for name in ("smollm2-135m", "smollm3-3b")
     )
-    pairs = [_pair(*both) for both in itertools.product(small, large)]
     gradients: list[Case] = [
         (each.title, [GradientView(each)], [GradientView(each, "variance_max", "bias_max")])
         for each in data.gradients
     ]
+    pairs = [_pair(*both) for both in product(small, large)]
     return {"group": groups, "pair": pairs, "gradients": gradients, "nothing": []}
 
 
 def _group_cases(group: Group) -> Iterator[Case]:
-    """The series of a group, by what their prompts are held to."""
-    settings = list(itertools.product(group.prompt_lengths, group.budgets))
-    for held, found in itertools.groupby(sorted(group.series, key=held_to), held_to):
+    """The series of a group, by the restrictions of their prompts."""
+    settings = list(product(group.prompt_lengths, group.budgets))
+    for held, found in groupby(sorted(group.series, key=held_to), held_to):
         members = list(found)
         ours, theirs = (
             [MetricView(group, members, *setting, *metrics) for setting in settings]
@@ -123,14 +133,14 @@ def _group_cases(group: Group) -> Iterator[Case]:
 def _pair(small: Case, large: Case) -> Case:
     """The views of two LMs at the same N and budget."""
     ours, theirs = (
-        [pair for pair in itertools.product(*views) if pair[0].place == pair[1].place]
+        [pair for pair in product(*views) if pair[0].place == pair[1].place]
         for views in zip(small[1:], large[1:], strict=True)
     )
     return f"{large[0]} - {small[0]}", ours, theirs
 
 
 def decide_on(number: str, views: Sequence[Any]) -> tuple[Verdict, str]:
-    """What a claim's rule finds in all views that the claim is about."""
+    """The verdict of a claim on all views that it is about."""
     said = CLAIMS[number]
     if said.at is not None:
         views = [view for view in views if view.budget == view.group.budgets[said.at]]
@@ -139,26 +149,18 @@ def decide_on(number: str, views: Sequence[Any]) -> tuple[Verdict, str]:
     return said.decide([finding for view in views for finding in RULES[number](view)])
 
 
-def _rows(
-    number: str, cases: dict[Kind, list[Case]], data: ReportData
-) -> Iterator[tuple[Cell, ...]]:
-    """A row for each case that has something to say, or one that says what is missing."""
-    said = CLAIMS[number]
-    tested: list[tuple[Cell, ...]] = []
-    for name, ours, theirs in cases[said.kind]:
-        verdict, evidence = decide_on(number, ours)
-        others = decide_on(number, theirs) if said.has_two_metrics else (None, None)
-        if verdict != "not tested":
-            tested.append((name, verdict, said.metric, evidence, *others))
-    missing = (None, "not tested", said.metric, _missing(said, data), None, None)
-    return ((number, said.text, *outcome) for outcome in tested or [missing])
-
-
 def _missing(said: Claim, data: ReportData) -> str:
-    """What a claim needs, and which runs are not what they seem to be."""
-    everyone = [series for _, series in data.each()]
-    seeming = {s.label for s in everyone if s.rows[0].method in said.needs and role_of(s) is None}
-    where = " on the same LM and targets" if len(data.groups) > 1 and said.kind == "group" else ""
-    alike = " with prompts restricted alike" if len(set(map(held_to, everyone))) > 1 else ""
+    """What a claim needs: runs, what they must share, and which runs differ from the paper's."""
+    every = list(data.each())
+    shared: dict[str, set[Any]] = {
+        "LM": {(group.fingerprint, group.dtype) for group, _ in every},
+        "targets": {frozenset((r.target_set, r.target_id) for r in s.rows) for _, s in every},
+        "N": {series.prompt_length for _, series in every},
+        "seeds": {frozenset(row.seed for row in series.rows) for _, series in every},
+        "restrictions of the prompt": {held_to(series) for _, series in every},
+    }
+    names = [name for name, values in shared.items() if len(values) > 1 and said.is_paired]
+    alike = f" (with the same {', '.join(names)})" if names else ""
+    seeming = {s.label for _, s in every if s.rows[0].method in said.needs and role_of(s) is None}
     others = f"; not as in the paper: {', '.join(sorted(seeming))}" if seeming else ""
-    return f"needs {said.needs}{where}{alike}{others}"
+    return f"needs {said.needs}{alike}{others}"

@@ -1,11 +1,11 @@
-"""What a claim's rule looks at: rows that may be compared, through our or the authors' metric.
+"""What a claim's rule looks at: rows that can be compared, through our or the authors' metric.
 
 Which of the paper's methods a series is follows from its settings, never from its label.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from dlmi.report.estimates import Measure, NamedEstimates, differences, estimate, mean_over_targets
 from dlmi.report.loading import Group, Series
@@ -24,7 +24,7 @@ class MetricView:
     length: int
     budget: Budget
     lcs: Metric
-    current_lcs: Metric  # the same of the prompt of the moment, not of the best so far
+    current_lcs: Metric  # of the prompt at the last evaluation, not of the best one
 
     @property
     def place(self) -> str:
@@ -38,7 +38,7 @@ class MetricView:
 
     @property
     def others(self) -> list[Series]:
-        """Those that are no kind of DLMI."""
+        """Those whose method is not DLMI."""
         return [series for series in self.series if series.rows[0].method != "DLMI"]
 
     @property
@@ -51,14 +51,14 @@ class MetricView:
         return [series for series in self.series if role_of(series) in roles]
 
     def find(self, role: Role, tau: float | None = None) -> list[Series]:
-        """The one with tau0 = 100, or else with the most rows, if there is any."""
+        """At most one: that with tau0 = 100, otherwise that with the most rows."""
         found = [s for s in self.find_all(role) if tau is None or tau_of(s) == tau]
         return sorted(found, key=lambda s: (tau_of(s) != 100, -len(s.rows)))[:1]
 
     def means(
         self, members: Sequence[Series], measure: Measure | None = None, what: str = ""
     ) -> NamedEstimates:
-        """The mean of each, of LCS at the budget unless told."""
+        """The mean of each; of LCS at the budget by default."""
         place = f"N={self.length}" if measure else self.place
         for series in members:
             if found := mean_over_targets(series.rows, measure or self.measure):
@@ -67,8 +67,8 @@ class MetricView:
     def gaps(
         self, firsts: Sequence[Series], seconds: Sequence[Series], measure: Measure | None = None
     ) -> NamedEstimates:
-        """Each first minus each second, paired by target and seed; of LCS unless told."""
-        for one, other in itertools.product(firsts, seconds):
+        """Each first minus each second, paired by target and seed; of LCS by default."""
+        for one, other in product(firsts, seconds):
             gaps = differences(one.rows, other.rows, measure or self.measure).values()
             if one is not other and (found := estimate(gaps)):
                 yield f"{one.label} - {other.label} at {self.place}", found
