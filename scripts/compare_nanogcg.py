@@ -92,7 +92,7 @@ def our_step(lm: FrozenLM, target: Target, length: int, width: int, steps: int) 
     """Median seconds of a step of GCG."""
     method = GCG(search_width=width)
     module = Inverter(method, length, steps=steps + 2, eval_every=steps + 2, prompt_bos=True)
-    clock = StepClock(lm.device)
+    clock = StepClock(lm.device, warm_up=2)
     run_quietly(module, TargetDataModule.of(lm, [target], batch_size=1), [clock])
     return statistics.median(clock.seconds)
 

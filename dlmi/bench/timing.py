@@ -60,12 +60,15 @@ def peak_of(work: Callable[[], Any], device: torch.device) -> int:
     return memory.stop()
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
-    """Floating-point operations per second of a square matrix product, the median of five."""
-    left, right = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    times = [seconds_of(lambda: torch.mm(left, right, out=out), device) for _ in range(6)]
-    return 2 * size**3 / statistics.median(times[1:])
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int] = (2048, 2048, 2048)
+) -> float:
+    """Floating-point operations per second of a matrix product, (a, b) by (b, c); a median."""
+    a, b, c = shape
+    left, right = (torch.rand(size, device=device).to(dtype) for size in ((a, b), (b, c)))
+    out = torch.empty(a, c, device=device, dtype=dtype)
+    times = [seconds_of(lambda: torch.mm(left, right, out=out), device) for _ in range(10)]
+    return 2 * a * b * c / statistics.median(times[1:])
 
 
 class StepClock(Callback):

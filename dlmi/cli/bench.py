@@ -6,6 +6,7 @@ import os
 import platform
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -18,6 +19,7 @@ from dlmi.cli.output import check_new_file, table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
+from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
 from dlmi.run.identity import describe_environment
 from dlmi.text import visible
@@ -30,7 +32,8 @@ textbook: a plain implementation of the method, in a process of its own.
 """
 _SECONDS = ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step")
 _MEMORY = ("N", "M", "S", "this tool", "LM's pass", "textbook", "token-passes/s", "of matmul speed")
-_SEARCH = ("N", "M", "slots", "seconds", "token-passes", "microseconds each")
+_SEARCH = ("N", "M", "slots", "passes in", "seconds", "token-passes/s", "of matmul speed")
+_SEARCH += ("evaluation", "gradient", "candidates", "LM calls", "tokens a call")
 
 
 def make_parser() -> CommandParser:
@@ -39,17 +42,26 @@ def make_parser() -> CommandParser:
 
 
 def bench(
-    lm: str = PACKAGED, dtype: DType = "auto", repeats: int = 7, out: Path = Path("bench.json")
+    lm: str = PACKAGED,
+    dtype: DType = "auto",
+    parts: Literal["all", "steps", "search"] = "all",
+    repeats: int = 7,
+    token_budget: int = 4000,
+    pass_dtype: PassDType | None = None,
+    out: Path = Path("bench.json"),
 ) -> int:
-    """Time an optimisation step against its floor and against a textbook implementation.
+    """Time steps of DLMI, and whole searches. Run it on an idle machine.
 
-    The floor is the LM's own passes and the two products with E. The three take turns. A search
-    is timed too, with one slot and with several. Run it on an idle machine.
+    A step is timed against its floor, the LM's own passes and the two products with E, and against
+    a textbook implementation; the three take turns. A search is timed with one slot and with eight.
 
     Args:
         lm: As in `fit`.
         dtype: As in `fit`.
+        parts: What is timed.
         repeats: Timed steps; medians are shown.
+        token_budget: Token-passes of each target of a search.
+        pass_dtype: As in `fit`; for searches.
         out: File to write; must not exist.
     """
     if repeats < 1:
@@ -63,23 +75,26 @@ def bench(
         f"matrix product {flops / 1e9:.0f} Gflop/s"
     )
     steps, searches = [], []
-    with (
-        Console(stderr=True).status("") as status,
-        TextbookProcess(lm, dtype, model.device, threads) as textbook,
-    ):
-        for shape in SHAPES:
-            status.update("steps at N={}, M={}, S={}".format(*shape))
-            steps.append(time_steps(model, textbook, shape, repeats, flops))
-        for length, target_length, slots in SEARCHES:
-            status.update(f"search with {slots} slots")
+    with Console(stderr=True).status("") as status:
+        if parts != "search":
+            with TextbookProcess(lm, dtype, model.device, threads) as textbook:
+                for shape in SHAPES:
+                    status.update("steps at N={}, M={}, S={}".format(*shape))
+                    steps.append(time_steps(model, textbook, shape, repeats, flops))
+        for length, target_length, slots in SEARCHES if parts != "steps" else ():
+            status.update(f"search at N={length}, M={target_length} with {slots} slots")
             ids = random_ids(model, slots, target_length).tolist()
-            searches.append(time_search(model, ids, length, repeats))
-    screen.print(
-        _LEGEND,
-        table("Seconds of a step, medians", _SECONDS, map(_seconds, steps)),
-        table("Peak memory of a step in MB, and speed of this tool", _MEMORY, map(_memory, steps)),
-        table("Steps of SwapSearch, medians; all slots together", _SEARCH, map(_search, searches)),
-    )
+            searches.append(time_search(model, ids, length, token_budget, pass_dtype))
+    if steps:
+        title = "Peak memory of a step in MB, and speed of this tool"
+        screen.print(
+            _LEGEND,
+            table("Seconds of a step, medians", _SECONDS, map(_seconds, steps)),
+            table(title, _MEMORY, map(_memory, steps)),
+        )
+    if searches:
+        title = f"SwapSearch, {token_budget} token-passes a target; a step is one of all slots"
+        screen.print(table(title, _SEARCH, map(_search, searches)))
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
@@ -110,5 +125,10 @@ def _memory(line: StepTimes) -> list[object]:
 
 
 def _search(line: SearchTimes) -> list[object]:
-    cells = f"{line.token_passes:.0f}", f"{line.microseconds_per_token_pass:.0f}"
-    return [line.prompt_length, line.target_length, line.slots, f"{line.seconds:.3g}", *cells]
+    shares = line.matmul_share, line.evaluation, line.gradient, line.candidates
+    return [
+        *(line.prompt_length, line.target_length, line.slots, line.pass_dtype),
+        *(f"{line.seconds_per_step:.3g}", f"{line.token_passes_per_second:.0f}"),
+        *(f"{share:.0%}" for share in shares),
+        *(f"{line.calls_per_step:.1f}", f"{line.tokens_per_call:.0f}"),
+    ]

@@ -32,8 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dlmi.errors import check_at_least_one, check_positive
-from dlmi.methods.base import Defaults, Search, Step
+from dlmi.methods.base import Search, Step
 from dlmi.methods.slot import Slot
 from dlmi.methods.swaps import count_right, draw_swaps, merge_swaps, token_weights
 from dlmi.scoring.passes import NO_SWAP, Pass, Scores, Steps, Swaps
@@ -96,21 +95,6 @@ class SwapSearch(Search[SwapState]):
 
     state_type = SwapState
 
-    def __post_init__(self) -> None:
-        """Refuse settings that make no sense."""
-        check_at_least_one(
-            "model.method",
-            num_starts=self.num_starts,
-            width=self.width,
-            window=self.window,
-            horizon=self.horizon,
-        )
-        check_positive("model.method", norm_gradient_scale=self.norm_gradient_scale)
-
-    def defaults(self) -> Defaults:
-        """No special tokens: the LM reads them as commands."""
-        return Defaults(steps=500, eval_every=None, token_sets=("no_special",))
-
     def starts(self, slot: Slot) -> Tensor:
         """They differ in the window alone: so they cost less."""
         if self.start_from == "echo":
@@ -162,7 +146,7 @@ class SwapSearch(Search[SwapState]):
                 at.ids,
                 swapped,
                 _MERGED_SWAPS,
-                lambda ids: len(self._surviving(slot, ids[None])) > 0,
+                lambda ids: len(slot.surviving(ids[None])) > 0,
             )
             if len(merged):
                 found += yield from self._score(slot, state, merged, at.ids)
@@ -242,7 +226,7 @@ class SwapSearch(Search[SwapState]):
                 break
             ids = state.at.ids.repeat(len(rows), 1)
             ids[torch.arange(len(rows)), first + rows] = drawn
-            found = torch.cat([found, self._surviving(slot, ids)])
+            found = torch.cat([found, slot.surviving(ids)])
         return found
 
     def _kicked(self, slot: Slot, state: SwapState) -> Tensor:
@@ -252,10 +236,6 @@ class SwapSearch(Search[SwapState]):
         ids = state.at.ids.clone()
         ids[order[:count]] = slot.tokens.random_ids(1, count, slot.rng)[0]
         return slot.tokens.repaired(ids[None])
-
-    def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:
-        """Those that round-trip, where they must."""
-        return slot.tokens.surviving(ids) if slot.tokens.must_round_trip else ids
 
     def _examples(self, slot: Slot, state: SwapState, like_ids: Tensor) -> list[Example]:
         """What the window is read with: the prompt before it, and targets up to the horizon."""
