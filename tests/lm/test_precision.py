@@ -1,6 +1,5 @@
 """Mixed precision reaches the LM's passes and nothing else."""
 
-import functools
 
 import pytest
 import torch
@@ -100,14 +99,14 @@ def test_soft_next_tokens_are_not_rounded(data, fit, monkeypatch):
     make = Engine._next_embeds
 
     def noted(self, passes, batch):
-        of_rows = make(self, passes, batch)
+        made = make(self, passes, batch)
 
         def next_embeds(rows, logits, step):
-            embeds = of_rows(rows)(logits, step)
+            embeds = made(rows, logits, step)
             products.append((logits.dtype, embeds.dtype))
             return embeds
 
-        return lambda rows: functools.partial(next_embeds, rows)
+        return next_embeds
 
     monkeypatch.setattr(Engine, "_next_embeds", noted)
     inverter = make_inverter("dlmi_soft_next_token", steps=2)
