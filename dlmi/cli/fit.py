@@ -18,6 +18,7 @@ import dlmi.methods  # noqa: F401  # makes the short names of methods valid
 from dlmi.cli.output import check_writable
 from dlmi.cli.parser import CommandParser, plain_errors
 from dlmi.cli.run_folder import HERE, RUNS, choose_folder, removed_if_refused
+from dlmi.errors import InputError, first_line
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.run.callbacks.metrics import TensorBoardDetails
@@ -124,7 +125,7 @@ class InversionCLI(LightningCLI):
         trainer = self.config.trainer
         check_precision(trainer.precision)  # the trainer itself fails on some, in many lines
         self.config.weights_only = True
-        if trainer.strategy == "auto" and _workers_wanted(trainer) > 1:
+        if _workers_wanted(trainer) > 1 and trainer.strategy == "auto":
             trainer.strategy = TargetParallelStrategy.__name__
         self._job_settings = None
         if slurm.job_id() is not None:
@@ -164,9 +165,16 @@ def _seed(seed_everything: bool | int) -> int:
 
 
 def _workers_wanted(trainer: Namespace) -> int:
-    """The number of workers of a trainer with these settings."""
-    names = ("accelerator", "devices", "num_nodes")
-    return Trainer(**{name: trainer[name] for name in names}, logger=False).world_size
+    """The number of workers of a trainer; `InputError` for devices that are not there."""
+    places = {name: trainer[name] for name in ("accelerator", "devices", "num_nodes")}
+    try:
+        return Trainer(**places, logger=False).world_size
+    except (ValueError, MisconfigurationException, ModuleNotFoundError) as error:
+        raise InputError(
+            f"Expected `trainer.accelerator` {trainer.accelerator} and `trainer.devices` "
+            f"{trainer.devices} to be available on this machine, but they are not "
+            f"({first_line(error)}). Use `--trainer.accelerator cpu` or `auto`."
+        ) from error
 
 
 class _ParserCLI(InversionCLI):

@@ -136,6 +136,7 @@ def invert(
     lm = _as_frozen_lm(lm, dtype)
     targets = texts_to_targets(lm, texts, around)
     for target in targets:
+        _check_known(lm, target)
         _log.info(_about_copying(lm, target))
     if lm.max_positions is not None:  # those that fit; the shortest in any case
         room = lm.max_positions - max(target.longest_row(0) for target in targets)
@@ -170,6 +171,16 @@ def invert(
             run_quietly(inverter, data, [watch], share)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
+
+
+def _check_known(lm: FrozenLM, target: Target) -> None:
+    """Raise `InputError` for a text with parts that the tokenizer does not know."""
+    unknown = lm.tokenizer.unk_token
+    if unknown and unknown not in target.text and lm.tokenizer.unk_token_id in target.ids:
+        raise InputError(
+            f"Expected `text` to be made of tokens of {lm.name}, but it turns {target.text!r} into "
+            f"{lm.decode(target.ids)!r}."
+        )
 
 
 def _about_copying(lm: FrozenLM, target: Target) -> str:

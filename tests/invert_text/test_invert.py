@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from dlmi import InputError, Inversion, Inverter, Progress, TargetDataModule, invert
 from dlmi.cli.main import main
 from dlmi.invert_text.named_methods import named_method
-from dlmi.invert_text.screen import print_found, search_screen, shell_quoted
+from dlmi.invert_text.screen import own_words, print_found, search_screen, shell_quoted
 from dlmi.invert_text.search import AUTO_LENGTHS
 from dlmi.methods import DLMI, GCG, PEZ, SwapSearch
 from dlmi.targets.files import texts_to_targets
@@ -195,6 +195,7 @@ def test_prompts_without_the_words_of_the_text(tiny):
         ({"method": "Refined"}, "`method` to be one of ADC"),
         ({"prompt_length": 63}, "at most 64"),
         ({"template": "{slot} {question}"}, "{question} is a field"),
+        ({"text": "w1 hello"}, "made of tokens of .* turns 'w1 hello' into 'w1 <unk>'"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, changes, line):
@@ -252,6 +253,12 @@ def test_a_template_can_come_from_a_file(command, capfd, tmp_path, suffix):
     assert command(HARD, "--template", f"t.{suffix}") == 2
 
 
+def test_a_template_may_be_messages(command, capfd):
+    messages = '[{"role": "user", "content": "w5 {slot}"}]'
+    assert command(HARD, "--template", messages) == 2
+    assert "has a chat template" in capfd.readouterr().err  # the tiny LM's has none
+
+
 def pasted(shell_line):
     """What bash makes of it."""
     script = f"printf %s {shell_line}"
@@ -279,8 +286,22 @@ def test_a_failure_says_what_to_try_next(command, capfd):
     assert command(HARD, "--prompt_length", 3, "--steps", 1) == 3
     err = capfd.readouterr().err
     assert "Not found. What to try next:" in err
-    for tip in ("--seconds 300", "--prompt_length 6", "--forbid_target_tokens none", '" w1 w2'):
+    for tip in ("--steps 5 ", "--prompt_length 6", "--forbid_target_tokens none", '" w1 w2'):
         assert tip in err
+    assert "--seconds" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "found"),
+    [
+        (" Berlin.", [" heim", "er", "lyn"], []),  # none of its tokens is near
+        (" Berlin.", [" Ber", "ths"], ["ber"]),
+        (" Berlin.", [" b", "erl", "in"], ["berlin", "erl"]),
+        (" the fox", [" The", " foxes"], ["the"]),  # words of three letters have no stem
+    ],
+)
+def test_own_words_follow_the_rule_of_stems(text, tokens, found):
+    assert own_words(text, "".join(tokens), tokens) == found
 
 
 def test_the_example_of_the_help_fits_the_default_method():
