@@ -144,7 +144,7 @@ def plain_errors(parser: ArgumentParser | None, *others: type[Exception]) -> Ite
     except (OptionError, *others) as error:  # type: ignore[misc]
         if (mistake := find_input_error(error)) is not None:
             raise mistake from error
-        _raise_yaml_problem(error, "`config`")
+        _raise_yaml_problem(error, f"`{'.'.join(_keys(str(error))) or 'config'}`")
         raise InputError(_plain(str(error), parser)) from error
 
 
@@ -162,8 +162,7 @@ def _raise_yaml_problem(error: BaseException | None, where: str) -> None:
 
 def _plain(message: str, parser: ArgumentParser | None) -> str:
     """One line from a message of jsonargparse, which lists everything that it has tried."""
-    head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
-    keys = [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
+    keys = _keys(message)
     key = ".".join(keys)
     if parser is not None and (
         found := re.search(
@@ -195,6 +194,12 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
         return f"Expected `{key}` to be {_kinds(message, key)}, but got {value}.{hint}"
     text = re.sub(r'Parser key "[^"]+":', "", message)
     return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
+
+
+def _keys(message: str) -> list[str]:
+    """The option that a message is about, and those within it."""
+    head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
+    return [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
 
 
 def _kinds(message: str, key: str) -> str:

@@ -158,7 +158,7 @@ def _log_along(trainer: Trainer, scalars: dict[str, float], place: int) -> None:
 
 def _add_text(board: TensorBoardLogger, tag: str, markdown: str, step: int) -> None:
     """As `SummaryWriter.add_text`, which would add `/text_summary` to the tag."""
-    summary = text(tag, markdown)
+    summary = text(tag, markdown)  # type: ignore[no-untyped-call]
     summary.value[0].tag = tag
     board.experiment.file_writer.add_summary(summary, step)
 
