@@ -205,9 +205,10 @@ def _shorten(
             return
         _log.info("found with %s; trying fewer", counted(length, "token"))
         longest = [t for t in solved if len(watch.found[t.id].prompt_ids) == length]
+        before = {target.id: watch.found[target.id].steps for target in longest}
         with contextlib.suppress(InputError):  # a template or a method may need this length
             run([watch.go_on(target) for target in longest], length - 1, few, seconds)
-        steps_left -= few
+        steps_left -= max(watch.found[t.id].steps - before[t.id] for t in longest)
         solved = [t for t in solved if len(watch.found[t.id].prompt_ids) < length]
 
 
