@@ -125,7 +125,7 @@ class InversionCLI(LightningCLI):
         trainer = self.config.trainer
         check_precision(trainer.precision)  # the trainer itself fails on some, in many lines
         self.config.weights_only = True
-        if _workers_wanted(trainer) > 1 and trainer.strategy == "auto":
+        if trainer.strategy == "auto" and _workers_wanted(trainer) > 1:
             trainer.strategy = TargetParallelStrategy.__name__
         self._job_settings = None
         if slurm.job_id() is not None:
