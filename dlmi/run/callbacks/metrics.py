@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import text
@@ -156,6 +157,7 @@ def _log_along(trainer: Trainer, scalars: dict[str, float], place: int) -> None:
         log_scalars(logger, scalars, place if has_axes else trainer.global_step)
 
 
+@rank_zero_only  # other workers have a writer without files
 def _add_text(board: TensorBoardLogger, tag: str, markdown: str, step: int) -> None:
     """As `SummaryWriter.add_text`, which would add `/text_summary` to the tag."""
     summary = text(tag, markdown)  # type: ignore[no-untyped-call]
