@@ -43,9 +43,10 @@ def run_stopped_behind(error: BaseException) -> RunStopped:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without its full stop."""
+    """The first line of an error's message, or all of a list, without the full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".")
+    line = " ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0]
+    return line.strip().rstrip(".")
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -1,6 +1,7 @@
 """Makes text of models safe for a terminal or a page: it may hold escape codes and markup."""
 
 import html
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -46,6 +47,15 @@ def clock(seconds: float) -> str:
     return f"{days} d {hour} h" if days else f"{hour}:{minute:02}:{second:02}"
 
 
+def counted(count: int, thing: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def token_texts(lm: Decoder, ids: Sequence[int]) -> list[str]:
     """The visible text of each token alone."""
     return [visible(lm.decode([token_id])) for token_id in ids]
@@ -68,6 +78,15 @@ def escape_markdown(text: str) -> str:
     '&#60;b&#62;&#124;&#42;'
     """
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in visible(text))
+
+
+def markdown_code(escaped: str) -> str:
+    """Escaped text as code in Markdown; a space at either end is kept.
+
+    >>> markdown_code(" a b")
+    '<code>&#160;a b</code>'
+    """
+    return f"<code>{re.sub('^ | $', '&#160;', escaped)}</code>"
 
 
 def html_code(text: str) -> str:

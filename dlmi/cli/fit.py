@@ -18,6 +18,7 @@ import dlmi.methods  # noqa: F401  # makes the short names of methods valid
 from dlmi.cli.output import check_writable
 from dlmi.cli.parser import CommandParser, plain_errors
 from dlmi.cli.run_folder import HERE, RUNS, choose_folder, removed_if_refused
+from dlmi.errors import InputError, first_line
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.run.callbacks.metrics import TensorBoardDetails
@@ -164,9 +165,16 @@ def _seed(seed_everything: bool | int) -> int:
 
 
 def _workers_wanted(trainer: Namespace) -> int:
-    """The number of workers of a trainer with these settings."""
-    names = ("accelerator", "devices", "num_nodes")
-    return Trainer(**{name: trainer[name] for name in names}, logger=False).world_size
+    """The number of workers of a trainer; `InputError` for devices that are not there."""
+    places = {name: trainer[name] for name in ("accelerator", "devices", "num_nodes")}
+    try:
+        return Trainer(**places, logger=False).world_size
+    except (ValueError, MisconfigurationException, ModuleNotFoundError) as error:
+        raise InputError(
+            f"Expected `trainer.accelerator` {trainer.accelerator} and `trainer.devices` "
+            f"{trainer.devices} to be available on this machine, but they are not "
+            f"({first_line(error)}). Use `--trainer.accelerator cpu` or `auto`."
+        ) from error
 
 
 class _ParserCLI(InversionCLI):

@@ -96,9 +96,9 @@ def _read_text(text: str | None, file: Path | None) -> str:
     return found
 
 
-def _read_template(template: str | None) -> Any:
-    """The template; that in a file if it names a .json or .yaml file."""
-    if template is None or not template.endswith((".json", ".yaml", ".yml")):
+def _read_template(template: Any) -> Any:
+    """The template, a text or messages; that in a file if it names a .json or .yaml file."""
+    if not isinstance(template, str) or not template.endswith((".json", ".yaml", ".yml")):
         return template
     try:
         return yaml.safe_load(Path(template).read_text(encoding="utf-8"))

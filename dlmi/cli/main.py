@@ -81,13 +81,15 @@ def _end(message: str, code: int = 2) -> NoReturn:
 
 
 def _own_names(command: str, message: str) -> str:
-    """Replace the names of `fit`'s options in a message by those of another command.
+    """Replace the names of options in a message by those that a command has.
 
     >>> _own_names("invert", "Expected `model.fluency`, but got `--data.lm x`.")
     'Expected `fluency`, but got `--lm x`.'
+    >>> _own_names("fit", "Expected `lm` to be a folder.")
+    'Expected `data.lm` to be a folder.'
     """
     if command in ("fit", "compare"):
-        return message
+        return message.replace("`lm`", "`data.lm`")
     sections = r"model\.(?:method\.)?" if command == "gradients" else r"(?:model|data)\."
     return re.sub(rf"(`|--){sections}", r"\1run." if command == "gradients" else r"\1", message)
 

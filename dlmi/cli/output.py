@@ -45,7 +45,8 @@ def table(
     texts: Collection[str] = (),
 ) -> Table:
     """A table for the terminal, without markup; columns in `texts` are aligned to the left."""
-    made = Table(title=Text(visible(title), "table.title"), title_justify="left")
+    heading = Text(visible(title), "table.title")
+    made = Table(title=heading, title_justify="left", min_width=len(heading))  # it would wrap
     for column in columns:
         made.add_column(column, justify="left" if column in texts else "right", overflow="fold")
     for row in rows:

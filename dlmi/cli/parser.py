@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import inspect
 import os
 import re
@@ -16,7 +17,7 @@ import jsonargparse
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from dlmi.errors import InputError, find_input_error
+from dlmi.errors import InputError, find_input_error, first_line
 
 # Former names of settings and the present ones, for error messages. A setting that has moved, or
 # has a similar name now, needs no entry: it is found like a misspelt one.
@@ -49,6 +50,7 @@ _KINDS = {
     "Iterable": "a list",
     "dict": "a mapping",
 }
+_LIGHTNING = {"trainer.logger": "loggers", "trainer.callbacks": "callbacks"}  # modules of classes
 _MOST_LEVELS, _MOST_ALIASES = 64, 20  # of YAML
 
 
@@ -60,6 +62,10 @@ class CommandParser(ArgumentParser):
     """A parser whose errors are `InputError`s of one line."""
 
     _command: Callable[..., Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Abbreviated options would hide spelling mistakes.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     @classmethod
     def of(
@@ -104,7 +110,8 @@ class CommandParser(ArgumentParser):
         try:
             parsed: Namespace = super().parse_path(path, *args, **kwargs)
         except OptionError as error:
-            raise OptionError(str(error).replace("<unicode string>", str(path))) from error
+            _raise_yaml_problem(error, str(path))
+            raise
         except UnicodeDecodeError as error:
             raise InputError(f"Expected {path} to be UTF-8, but it is not ({error}).") from error
         return parsed
@@ -135,13 +142,27 @@ def plain_errors(parser: ArgumentParser | None, *others: type[Exception]) -> Ite
     try:
         yield
     except (OptionError, *others) as error:  # type: ignore[misc]
-        raise find_input_error(error) or InputError(_plain(str(error), parser)) from error
+        if (mistake := find_input_error(error)) is not None:
+            raise mistake from error
+        _raise_yaml_problem(error, f"`{'.'.join(_keys(str(error))) or 'config'}`")
+        raise InputError(_plain(str(error), parser)) from error
+
+
+def _raise_yaml_problem(error: BaseException | None, where: str) -> None:
+    """Raise `InputError` if an error was caused by text that is not YAML."""
+    while error is not None and not isinstance(error, yaml.YAMLError):
+        error = error.__cause__
+    if error is None:
+        return
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or first_line(error)
+    line = "" if mark is None else f"line {mark.line + 1}: "
+    raise InputError(f"Expected {where} to be valid YAML, but {line}{problem}.") from error
 
 
 def _plain(message: str, parser: ArgumentParser | None) -> str:
     """One line from a message of jsonargparse, which lists everything that it has tried."""
-    head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
-    keys = [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
+    keys = _keys(message)
     key = ".".join(keys)
     if parser is not None and (
         found := re.search(
@@ -156,18 +177,29 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
         missing = ".".join([*keys, found[1]])
         names = f" Give {_class(missing)}." if classes_of(missing) else ""
         return f"Expected `{missing}` to be given, but it is not.{names}"
-    if found := re.search(r"Problem with given class_path '([^']+)':\s+(.+)", message):
-        return f"{found[1]} cannot be used: {found[2]}"
+    if found := re.search(r"Problem with given class_path '(?:\S+\.)?(\w+)':\s+(.+)", message):
+        name, reason = found[1], found[2]
+        if package := re.search(r"Requirement '(([\w.-]+).*?)' not met", reason):
+            reason = f"{package[1]} is not installed. `pip install -U {package[2]}`."
+        where = [f"`{option}` " for option in _LIGHTNING if name in _class_names(option)]
+        return f"Expected {''.join(where)}{name} to be usable, but {reason}"
     given = re.findall(
         r"(?:Given value: |Got value: |path string: |load config ')(.*?)'?$", message, flags=re.M
     )
     if key and given:
         value = "null" if given[-1] == "None" else given[-1]
         now = FORMER.get(key) or FORMER.get(value)
-        hint = f" It is now `{now}`." if now else ""
+        close = difflib.get_close_matches(value, _class_names(key), 1)
+        hint = f" It is now `{now}`." if now else f" Did you mean {close[0]}?" if close else ""
         return f"Expected `{key}` to be {_kinds(message, key)}, but got {value}.{hint}"
     text = re.sub(r'Parser key "[^"]+":', "", message)
     return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
+
+
+def _keys(message: str) -> list[str]:
+    """The option that a message is about, and those within it."""
+    head = re.split(r"^ *- ", message, maxsplit=1, flags=re.M)[0]
+    return [key for key in re.findall(r'Parser key "([^"]+)"', head) if key != "config"]
 
 
 def _kinds(message: str, key: str) -> str:
@@ -228,6 +260,13 @@ def classes_of(key: str) -> list[Any]:
 def _class(key: str) -> str:
     names = [cls.__name__ for cls in classes_of(key)]
     return f"one of {', '.join(names)}" if names else "the name of a class"
+
+
+def _class_names(key: str) -> list[str]:
+    """The short names of classes that an option takes, also of Lightning's own."""
+    if key in _LIGHTNING:
+        return list(importlib.import_module(f"lightning.pytorch.{_LIGHTNING[key]}").__all__)
+    return [cls.__name__ for cls in classes_of(key)]
 
 
 _load_yaml = jsonargparse.get_loader("yaml")

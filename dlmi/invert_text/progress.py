@@ -18,6 +18,7 @@ from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 from dlmi.scoring.evaluation import Evaluation
+from dlmi.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Watch(InversionCallback):
         self._budget = seconds
         self._started = time.monotonic()
         self._best: dict[str | None, Evaluation] = {}  # by group
+        self._latest: dict[str, Inversion] = {}  # the row of each start, by the id of its target
 
     @property
     def seconds(self) -> float:
@@ -73,6 +75,22 @@ class Watch(InversionCallback):
         """Seconds left of the budget; None without a limit."""
         return None if self._budget is None else max(0.0, self._budget - self.seconds)
 
+    @property
+    def solved(self) -> set[str]:
+        """The groups of the texts with an exact prompt."""
+        return {group for group, row in self.found.items() if row.exact}
+
+    @property
+    def prompts(self) -> dict[str, tuple[int, ...]]:
+        """The best prompt of each start at its latest length, by the id of its target."""
+        return {target_id: row.prompt_ids for target_id, row in self._latest.items()}
+
+    def go_on(self, target: Target) -> Target:
+        """A start of a text that goes on from its best prompt."""
+        start = dataclasses.replace(target, id=f"{target.id}#0", group=target.id)
+        self._latest[start.id] = self.found[target.id]
+        return start
+
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Report the best of each text."""
         self._show(slots)
@@ -83,14 +101,23 @@ class Watch(InversionCallback):
         pl_module.stop_requested |= self.stop_requested
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
-        """Keep the best row of each text; of equal ones that of the shorter prompt."""
+        """Keep the best row of each text; of exact ones that of the shortest prompt."""
         may_break = not module.vocabulary.must_round_trip
         group = row.target_id.rpartition("#")[0]
-        row = dataclasses.replace(row, seconds=self.seconds)
+        names = ("steps", "forward_tokens", "backward_tokens")
+        earlier = self._latest.get(row.target_id)  # of another length
+        spent = {name: getattr(row, name) + getattr(earlier, name, 0) for name in names}
+        row = dataclasses.replace(row, seconds=self.seconds, **spent)
+        self._latest[row.target_id] = row
         self.found[group] = max(
             self.found.get(group, row),
             row,
-            key=lambda r: (r.round_trips or may_break, r.lcs, -r.discrete_loss),
+            key=lambda r: (
+                r.round_trips or may_break,
+                r.lcs,
+                -len(r.prompt_ids) if r.exact else 0,
+                -r.discrete_loss,
+            ),
         )
 
     def result(self, group: str) -> Inversion:
@@ -109,6 +136,9 @@ class Watch(InversionCallback):
         for slot in slots:
             assert slot.best is not None
             best = self._best.get(slot.target.group, slot.best)
+            is_exact = slot.best.output_ids == slot.target.ids
+            if is_exact and len(slot.best.prompt_ids) < len(best.prompt_ids):
+                best = slot.best
             self._best[slot.target.group] = max(best, slot.best, key=lambda e: e.score)
         for slot in {slot.target.group: slot for slot in slots}.values():
             best, lm = self._best[slot.target.group], slot.tokens.lm

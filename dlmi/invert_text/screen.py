@@ -20,7 +20,7 @@ from rich.text import Text
 from dlmi.invert_text.progress import Progress
 from dlmi.metrics import lcs_members
 from dlmi.rows import Inversion
-from dlmi.text import clock, visible
+from dlmi.text import clock, counted, visible
 
 
 @contextmanager
@@ -79,8 +79,10 @@ def print_found(row: Inversion) -> None:
     """Print the result, with the prompt quoted for Python and for a shell."""
     pasted = "the same" if row.round_trips else f"honest LCS {row.round_trip_lcs:.2f}"
     verdict = "exact" if row.exact else "best effort"
-    found = f"{row.method}, N={len(row.prompt_ids)}, {row.steps} steps, {row.seconds:.1f} s"
-    whole, copied = row.full_text or row.prompt_text, own_words(row.target_text, row.prompt_text)
+    steps = counted(row.steps, "step")
+    found = f"{row.method}, N={len(row.prompt_ids)}, {steps}, {row.seconds:.1f} s"
+    whole = row.full_text or row.prompt_text
+    copied = own_words(row.target_text, row.prompt_text, row.prompt_tokens)
     lines = {
         "text": Text(repr(row.target_text)),
         "prompt": Text(repr(row.prompt_text), "cyan"),
@@ -102,11 +104,15 @@ def print_found(row: Inversion) -> None:
 def print_advice(row: Inversion, options: Mapping[str, Any]) -> None:
     """Print what to try if the text was not found."""
     text, alone = row.target_text, options["template"] is None and not options["chat"]
-    seconds = round(5 * (options["seconds"] or max(row.seconds, 60)))
     longer = 2 * len(row.prompt_ids)
-    tips = {
-        f"--seconds {seconds}": "more time",
-        f"--prompt_length {longer}": "only longer prompts, for all of the time",
+    tips = {}
+    if options["steps"] is not None:
+        tips[f"--steps {5 * options['steps']}"] = "more steps"
+    if options["seconds"] is not None or not tips:
+        seconds = round(5 * (options["seconds"] or max(row.seconds, 60)))
+        tips[f"--seconds {seconds}"] = "more time"
+    tips |= {
+        f"--prompt_length {longer}": "only longer prompts, for all of the budget",
         f"--seed {options['seed'] + 1} --restarts 4": "four other starts at the same time",
     }
     if alone and text[0].isalnum():
@@ -135,17 +141,25 @@ def shell_quoted(text: str) -> str:
     return f"$'{''.join(spelled)}'"
 
 
-def own_words(text: str, prompt: str) -> list[str]:
-    """Words of a prompt that are, or resemble, words of the text.
+def own_words(text: str, prompt: str, tokens: Sequence[str]) -> list[str]:
+    """Words and tokens of a prompt that are words of the text, and tokens that resemble them.
 
-    >>> own_words(" The quick brown fox", " quickly, the Foxes Browne red")
-    ['quickly', 'the', 'foxes', 'browne']
+    What resembles a word is what `--forbid_target_tokens stems` bars.
+
+    >>> own_words(" The quick Berlin", " quickly, the heimerlyn", [" quick", "ly", " the", " heim"])
+    ['the', 'quick']
     """
-    words, targets = (re.findall(r"\w+", each.casefold()) for each in (prompt, text))
-    return [word for word in dict.fromkeys(words) if any(_is_near(word, t) for t in targets)]
+    own, words, parts = (
+        [word for each in texts for word in re.findall(r"\w+", each.casefold())]
+        for texts in ([text], [prompt], tokens)
+    )
+    same = [word for word in words if word in own]
+    near = [part for part in parts if any(_is_near(part, word) for word in own)]
+    return list(dict.fromkeys([*same, *near]))
 
 
-def _is_near(word: str, target: str) -> bool:
-    shared = SequenceMatcher(None, word, target, autojunk=False).find_longest_match().size
-    needed = 3 if len(target) == 3 else max(3, (min(len(word), len(target)) + 1) // 2)
-    return word == target or shared >= needed
+def _is_near(part: str, word: str) -> bool:
+    """Whether a token's text is a word, or shares at least 3 letters and half of the shorter."""
+    shared = SequenceMatcher(None, part, word, autojunk=False).find_longest_match().size
+    needed = max(3, (min(len(part), len(word)) + 1) // 2)
+    return part == word or (len(word) > 3 and shared >= needed)

@@ -1,8 +1,9 @@
 """`invert`: the prompt of a text in one call.
 
 Prompts of growing length are tried within one budget. Each length is a run over all texts that are
-not solved, each from several starts. The starts of a text are targets of one group: the first
-exact one ends the others.
+not solved, each from several starts. A search goes on from the best prompt of the length before.
+The starts of a text are targets of one group: the first exact one ends the others. Then tokens are
+deleted from exact prompts, as long as they stay exact.
 """
 
 import contextlib
@@ -15,13 +16,14 @@ from datetime import timedelta
 from typing import Any, Literal, overload
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
+from dlmi.invert_text.lengths import starting_from
 from dlmi.invert_text.named_methods import named_method
 from dlmi.invert_text.progress import Progress, Watch
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
 from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
-from dlmi.methods.base import Method
+from dlmi.methods.base import Method, Search
 from dlmi.rows import Inversion
 from dlmi.run.budget import NO_STEP_LIMIT
 from dlmi.run.data import TargetDataModule
@@ -31,11 +33,14 @@ from dlmi.scoring.evaluation import evaluate_alone
 from dlmi.targets.files import texts_to_targets
 from dlmi.targets.target import Target
 from dlmi.targets.template import Messages, find_template
+from dlmi.text import counted
 from dlmi.tokens.forbidden import ForbiddenTokens
 from dlmi.tokens.token_sets import AllowedTokens, check_allowed_tokens
 
 AUTO_LENGTHS: tuple[int, ...] = (4, 8, 16, 32)
 _DEFAULT_SECONDS = 120.0
+_SHORTEN_SHARE = 0.2  # of what is left of the budget, to make exact prompts shorter
+_SHORTEN_STEPS = 8  # after each deleted token
 _MOST_COPIES = 3  # of the text, as a trivial prompt
 _log = logging.getLogger(__name__)
 
@@ -90,7 +95,8 @@ def invert(
             tokenizer; the LM is frozen (`eval`, no gradients for its weights) and stays so.
         text: What it is to say, or several texts, which are inverted together.
         prompt_length: Tokens of the prompt, or `auto`: 4, then 8, 16 and 32 until a text is found,
-            each with an equal share of the budget.
+            each with an equal share of the budget and, for a search, from the best prompt so far.
+            A fifth of what is left then goes into shorter prompts.
         method: Name of a method, with settings for small budgets; in Python also a method.
         options: Settings of the named method to change: '{"width": 64}'.
         seconds: Budget of time, for all texts together. Default: 120, unless `steps` is given.
@@ -110,11 +116,12 @@ def invert(
         dtype: Of an LM that is given by name, as in `fit`'s `data`.
         pass_dtype: In which the LM searches; `auto` is the fastest, measured once for a machine.
             Results are measured in the LM's own dtype.
-        on_progress: Called after each step and each evaluation, for each text that is not solved.
+        on_progress: Called after each step and each evaluation, for each text in progress.
 
     Returns:
-        The row of the best start, as `fit` writes it, but with the seconds since the search began;
-        for several texts a list of rows. `stop_reason` is `interrupted` after Ctrl-C.
+        The row of the best start, as `fit` writes it, but with the seconds, steps and token-passes
+        since the search began; for several texts a list of rows. `stop_reason` is `interrupted`
+        after Ctrl-C.
 
     Raises:
         InputError: If an argument is invalid.
@@ -136,15 +143,33 @@ def invert(
     lm = _as_frozen_lm(lm, dtype)
     targets = texts_to_targets(lm, texts, around)
     for target in targets:
+        _check_known(lm, target)
         _log.info(_about_copying(lm, target))
     if lm.max_positions is not None:  # those that fit; the shortest in any case
         room = lm.max_positions - max(target.longest_row(0) for target in targets)
         lengths = tuple(n for n in lengths if n < room) or lengths[:1]
     watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+
+    def run(starts: Sequence[Target], length: int, steps: int, seconds: float | None) -> None:
+        inverter = Inverter(
+            starting_from(asked, watch.prompts),
+            prompt_length=length,
+            steps=steps,
+            eval_every=eval_every,
+            prompt_bos=prompt_bos,
+            allowed_tokens=allowed_tokens,
+            forbid_target_tokens=forbid_target_tokens,
+            fluency=fluency,
+            pass_dtype=pass_dtype,
+            seed=seed,
+        )
+        data = TargetDataModule.of(lm, starts, batch_size=len(starts))
+        run_quietly(inverter, data, [watch], None if seconds is None else timedelta(0, seconds))
+
     with watch.stop_on_ctrl_c():
         for index, length in enumerate(lengths):
             left = watch.seconds_left
-            solved = {group for group, row in watch.found.items() if row.exact}
+            solved = watch.solved
             if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
                 break
             starts = [  # targets of one group, with noise of their own
@@ -153,23 +178,48 @@ def invert(
                 for target in targets
                 if target.id not in solved
             ]
-            inverter = Inverter(
-                asked,
-                prompt_length=length,
-                steps=NO_STEP_LIMIT if steps is None else -(-steps // len(lengths)),
-                eval_every=eval_every,
-                prompt_bos=prompt_bos,
-                allowed_tokens=allowed_tokens,
-                forbid_target_tokens=forbid_target_tokens,
-                fluency=fluency,
-                pass_dtype=pass_dtype,
-                seed=seed,
-            )
-            data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-            share = None if left is None else timedelta(seconds=left / (len(lengths) - index))
-            run_quietly(inverter, data, [watch], share)
+            most = NO_STEP_LIMIT if steps is None else -(-steps // len(lengths))
+            run(starts, length, most, None if left is None else left / (len(lengths) - index))
+        if prompt_length == "auto" and isinstance(asked, Search):
+            _shorten(watch, targets, steps, run)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
+
+
+def _shorten(
+    watch: Watch,
+    targets: Sequence[Target],
+    steps: int | None,
+    run: Callable[[Sequence[Target], int, int, float | None], None],
+) -> None:
+    """Delete a token of each exact prompt, and search on from there, as long as that works."""
+    solved = [target for target in targets if target.id in watch.solved]
+    left, spent = watch.seconds_left, max((watch.found[t.id].steps for t in solved), default=0)
+    end = None if left is None else watch.seconds + _SHORTEN_SHARE * left
+    steps_left = math.inf if steps is None else _SHORTEN_SHARE * (steps - spent)
+    while solved and not watch.stop_requested:
+        length = max(len(watch.found[target.id].prompt_ids) for target in solved)
+        few = int(min(_SHORTEN_STEPS, steps_left))
+        seconds = None if end is None else end - watch.seconds
+        if length == 1 or few < 1 or (seconds is not None and seconds <= 0):
+            return
+        _log.info("found with %s; trying fewer", counted(length, "token"))
+        longest = [t for t in solved if len(watch.found[t.id].prompt_ids) == length]
+        before = {target.id: watch.found[target.id].steps for target in longest}
+        with contextlib.suppress(InputError):  # a template or a method may need this length
+            run([watch.go_on(target) for target in longest], length - 1, few, seconds)
+        steps_left -= max(watch.found[t.id].steps - before[t.id] for t in longest)
+        solved = [t for t in solved if len(watch.found[t.id].prompt_ids) < length]
+
+
+def _check_known(lm: FrozenLM, target: Target) -> None:
+    """Raise `InputError` for a text with parts that the tokenizer does not know."""
+    unknown = lm.tokenizer.unk_token
+    if unknown and unknown not in target.text and lm.tokenizer.unk_token_id in target.ids:
+        raise InputError(
+            f"Expected `text` to be made of tokens of {lm.name}, but it turns {target.text!r} into "
+            f"{lm.decode(target.ids)!r}."
+        )
 
 
 def _about_copying(lm: FrozenLM, target: Target) -> str:

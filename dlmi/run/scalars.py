@@ -1,14 +1,20 @@
 """The numbers of a run for Lightning's callbacks and loggers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from dlmi.errors import InputError
 from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
+
+# What a ModelCheckpoint may monitor that is not measured at each evaluation.
+_LATER = ("finished/", "train/grad_norm_", "step", "epoch")
 
 
 def evaluation_scalars(
@@ -29,9 +35,15 @@ def evaluation_scalars(
         + [slot.best.lcs for slot in active if slot.best is not None],
     }
     for slot in decoded:
-        for name, positions in slot.diagnostics.items():
+        for name, positions in relaxed_diagnostics(slot).items():
             values.setdefault(name, []).extend(positions.float().flatten().tolist())
     return {f"eval/{name}": fmean(found) for name, found in values.items() if found}
+
+
+def relaxed_diagnostics(slot: Slot) -> dict[str, Tensor]:
+    """Diagnostics of a relaxed prompt, (N,) each; none once `Refined` searches from it."""
+    is_searching = getattr(slot.state, "search", None) is not None
+    return {} if is_searching else slot.diagnostics
 
 
 def is_log_step(trainer: Trainer) -> bool:
@@ -53,24 +65,44 @@ def publish(
     if to_loggers:
         assert trainer.callback_metrics is not None  # reading it updates it
     for logger in trainer.loggers if to_loggers else ():
-        logger.log_metrics({n: float(v) for n, v in scalars.items()}, trainer.global_step)
+        log_scalars(logger, {n: float(v) for n, v in scalars.items()}, trainer.global_step)
+
+
+@rank_zero_only
+def log_scalars(logger: Logger, scalars: dict[str, float], step: int) -> None:
+    """Give scalars to one logger; a CSV file has one line for those of the same step."""
+    logger.log_metrics(scalars, step)
+    lines = logger.experiment.metrics if isinstance(logger, CSVLogger) else []
+    if len(lines) > 1 and lines[-1].items() & lines[-2].items() == {("step", step)}:
+        last = lines.pop()
+        lines[-1] |= last
 
 
 def check_early_stopping(trainer: Trainer, module: LightningModule) -> None:
     """Let `EarlyStopping` look at an evaluation, which is what Lightning calls a validation.
 
     Raises:
-        InputError: If it monitors what is never measured.
+        InputError: If it, or a `ModelCheckpoint`, monitors what is never measured.
     """
     measured = trainer.callback_metrics
+    if "train/loss" in measured:  # before the first step not all metrics are known
+        for checkpoint in trainer.checkpoint_callbacks:
+            monitor = getattr(checkpoint, "monitor", None)
+            if monitor and not monitor.startswith(_LATER):
+                _check_monitor("ModelCheckpoint", monitor, measured)
     for callback in trainer.early_stopping_callbacks:
         if callback is None or (callback.monitor not in measured and "train/loss" not in measured):
-            continue  # before the first step not all metrics are known
-        if callback.monitor not in measured and callback.strict:
-            raise InputError(
-                f"Expected EarlyStopping to monitor one of {', '.join(sorted(measured))}, but got "
-                f"{callback.monitor}."
-            )
+            continue
+        if callback.strict:
+            _check_monitor("EarlyStopping", callback.monitor, measured)
         # Otherwise it would look at the end of the only epoch, which is the end of the run.
         callback._check_on_train_epoch_end = False
         callback.on_validation_end(trainer, module)
+
+
+def _check_monitor(callback: str, monitor: str, measured: Collection[str]) -> None:
+    if monitor not in measured:
+        raise InputError(
+            f"Expected {callback} to monitor one of {', '.join(sorted(measured))}, but got "
+            f"{monitor}."
+        )

@@ -168,6 +168,7 @@ def test_verify_holds_and_notices_a_lie(tiny_flags, tmp_path, capsys):
     assert run("fit", *MODEL_FLAGS, "--model.steps", "6", *tiny_flags) == 0
     folder = tmp_path / "lightning_logs" / "version_0"
     assert run("verify", folder) == 0
+    assert "4 prompts decoded again, one at a time\n" in capsys.readouterr().out
     results = folder / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     lines[1]["lcs"] = 0.99
@@ -221,6 +222,26 @@ def bad_inputs():
         "unknown_data_key": (
             [*model, "--data.btch_size", "1"],
             ["`data.btch_size`", "Did you mean `data.batch_size`?", "--help"],
+        ),
+        "abbreviated": (
+            [*model, "--trainer.max_step", "4"],
+            ["`trainer.max_step`", "Did you mean `trainer.max_steps`?"],
+        ),
+        "misspelt_logger": (
+            [*model, "--trainer.logger", "CSVLoger"],
+            ["`trainer.logger`", "got CSVLoger", "Did you mean CSVLogger?"],
+        ),
+        "no_such_accelerator": (
+            [*model, "--trainer.accelerator", "tpu"],
+            ["`trainer.accelerator` tpu", "Use `--trainer.accelerator cpu` or `auto`."],
+        ),
+        "no_tokenizer": (
+            [*model, "--data.lm", "./no_tokenizer"],
+            ["Expected `data.lm` to come with a tokenizer", "from one of: (1)"],
+        ),
+        "inline_yaml": (
+            [*model, "--config", "a: [1"],
+            ["Expected `config` to be valid YAML, but line 1: expected ',' or ']'"],
         ),
         "unknown_method": ([method, "Nope"], ["`model.method`", "got Nope", "one of ADC, ARCA"]),
         "unknown_first": (
@@ -336,6 +357,9 @@ def test_bad_input_is_one_clear_line(name, tiny_flags, model_folder, tmp_path, c
     (tmp_path / "no_weights").mkdir()
     shutil.copy(model_folder() / "config.json", tmp_path / "no_weights")
     flags, expected = bad_inputs()[name]
+    (tmp_path / "no_tokenizer").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(model_folder() / file, tmp_path / "no_tokenizer")
     flags = [str(model_folder("bert")) if flag == "BERT" else flag for flag in flags]
     before = sorted(path.name for path in tmp_path.iterdir())
     assert run("fit", *tiny_flags, *flags) == 2
@@ -422,6 +446,8 @@ def test_a_second_run_into_the_same_folder_is_refused(tiny_flags, tmp_path, capf
         (["verify", "nowhere"], "nowhere"),
         (["verify", "nowhere", "--load.quantization", "int8"], "`load.quantization`"),
         (["targets", "--out", "/proc/t.jsonl"], "--out"),
+        (["report", ".", "--out", "/proc/report"], "Expected `--out` to be a folder"),
+        (["invert", "x", "--second", "3"], "Did you mean `seconds`?"),
         (["bench", "--lm", "./nowhere", "--out", "b.json"], "Expected `lm`"),
         (["verify", "empty.jsonl"], "empty"),
         (["verify", "bad.jsonl"], "line 1"),
@@ -488,7 +514,7 @@ HOSTILE_CONFIGS = {
     "unfolding": (unfolding(), "more than 20 aliases"),
     "object": ("model: !!python/object/apply:os.mkdir [hit]\n", "python/object"),
     "binary": (b"\xff\xfe\x00", "c.yaml to be UTF-8"),
-    "no_yaml": ("model: [\n", 'c.yaml", line 2'),
+    "no_yaml": ("model: [\n", "Expected c.yaml to be valid YAML, but line 2: expected"),
     "null_section": (f"{DLMI}data: {{load: null}}\n", "`data.load` to be a mapping, but got null"),
     "no_package": (f"{DLMI}trainer: {{logger: CometLogger}}\n", "pip install"),
     "null": (

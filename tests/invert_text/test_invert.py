@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import re
 import signal
@@ -19,11 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlmi import InputError, Inversion, Inverter, Progress, TargetDataModule, invert
 from dlmi.cli.main import main
+from dlmi.invert_text.lengths import starting_from
 from dlmi.invert_text.named_methods import named_method
-from dlmi.invert_text.screen import print_found, search_screen, shell_quoted
+from dlmi.invert_text.screen import own_words, print_found, search_screen, shell_quoted
 from dlmi.invert_text.search import AUTO_LENGTHS
 from dlmi.methods import DLMI, GCG, PEZ, SwapSearch
+from dlmi.methods.base import settings_of
+from dlmi.methods.slot import Slot
 from dlmi.targets.files import texts_to_targets
+from dlmi.tokens.vocabulary import Vocabulary
 
 EASY = "w9 w9"  # four tokens suffice
 LONGER = "w11 w22"  # four do not, within these steps
@@ -88,16 +93,46 @@ def test_the_same_seed_finds_the_same_prompt(tiny):
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-def test_auto_grows_until_a_length_works(tiny):
+def test_auto_grows_until_a_length_works_and_then_shrinks(tiny):
     seen: list[Progress] = []
     row = invert(tiny, LONGER, steps=80, on_progress=seen.append)
     assert row.exact
-    assert len(row.prompt_ids) in AUTO_LENGTHS[1:]
-    tried = list(dict.fromkeys(progress.prompt_length for progress in seen))
-    assert tried == list(AUTO_LENGTHS[: AUTO_LENGTHS.index(len(row.prompt_ids)) + 1])
+    tried = [length for length, _ in itertools.groupby(p.prompt_length for p in seen)]
+    found = max(tried)
+    assert found in AUTO_LENGTHS[1:]
+    grown = AUTO_LENGTHS[: AUTO_LENGTHS.index(found) + 1]
+    assert tried == [*grown, *range(found - 1, tried[-1] - 1, -1)]
+    assert tried[-1] < found
+    assert len(row.prompt_ids) in (tried[-1], tried[-1] + 1)  # the last one may have failed
     assert max(p.step for p in seen if p.prompt_length == 4) == 80 // len(AUTO_LENGTHS)
-    assert row.seconds >= seen[-1].seconds  # since the search began
+    assert 80 // len(AUTO_LENGTHS) < row.steps <= 80  # of all lengths
+    assert row.seconds >= next(p.seconds for p in seen if p.exact)  # since the search began
     assert say(tiny, row.prompt_ids, 2) == row.target_ids
+
+
+def test_a_search_starts_from_a_prompt_of_another_length(tiny):
+    [target] = texts_to_targets(tiny, [HARD])
+    tokens = Vocabulary(tiny).for_target(target, 0)
+    parts = {"target": target, "examples": target.examples, "tokens": tokens, "params": {}}
+    found = {target.id: (5, 6, 7)}
+
+    def starts(method, length, found=found):
+        rng = torch.Generator().manual_seed(0)
+        return starting_from(method, found).starts(Slot(**parts, length=length, rng=rng)).tolist()
+
+    search = SwapSearch(num_starts=2)
+    longer, own = starts(search, 5), starts(search, 5, {})
+    assert longer == [[*ids[:2], 5, 6, 7] for ids in own]
+    assert starts(search, 2) == [[6, 7], [5, 7], [5, 6]]
+    assert starts(search, 1) == [[7], [5]]
+    other = starting_from(GCG(topk=3), found)
+    assert (type(other).__name__, settings_of(other)) == ("GCG", settings_of(GCG(topk=3)))
+    relaxation = PEZ()
+    assert starting_from(relaxation, found) is relaxation
+
+
+def test_a_given_length_is_kept(tiny):
+    assert len(invert(tiny, EASY, steps=200, prompt_length=6).prompt_ids) == 6
 
 
 def test_a_template_leaves_room_for_fewer_lengths(tiny):
@@ -195,6 +230,7 @@ def test_prompts_without_the_words_of_the_text(tiny):
         ({"method": "Refined"}, "`method` to be one of ADC"),
         ({"prompt_length": 63}, "at most 64"),
         ({"template": "{slot} {question}"}, "{question} is a field"),
+        ({"text": "w1 hello"}, "made of tokens of .* turns 'w1 hello' into 'w1 <unk>'"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, changes, line):
@@ -252,6 +288,12 @@ def test_a_template_can_come_from_a_file(command, capfd, tmp_path, suffix):
     assert command(HARD, "--template", f"t.{suffix}") == 2
 
 
+def test_a_template_may_be_messages(command, capfd):
+    messages = '[{"role": "user", "content": "w5 {slot}"}]'
+    assert command(HARD, "--template", messages) == 2
+    assert "has a chat template" in capfd.readouterr().err  # the tiny LM's has none
+
+
 def pasted(shell_line):
     """What bash makes of it."""
     script = f"printf %s {shell_line}"
@@ -279,8 +321,22 @@ def test_a_failure_says_what_to_try_next(command, capfd):
     assert command(HARD, "--prompt_length", 3, "--steps", 1) == 3
     err = capfd.readouterr().err
     assert "Not found. What to try next:" in err
-    for tip in ("--seconds 300", "--prompt_length 6", "--forbid_target_tokens none", '" w1 w2'):
+    for tip in ("--steps 5 ", "--prompt_length 6", "--forbid_target_tokens none", '" w1 w2'):
         assert tip in err
+    assert "--seconds" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "found"),
+    [
+        (" Berlin.", [" heim", "er", "lyn"], []),  # none of its tokens is near
+        (" Berlin.", [" Ber", "ths"], ["ber"]),
+        (" Berlin.", [" b", "erl", "in"], ["berlin", "erl"]),
+        (" the fox", [" The", " foxes"], ["the"]),  # words of three letters have no stem
+    ],
+)
+def test_own_words_follow_the_rule_of_stems(text, tokens, found):
+    assert own_words(text, "".join(tokens), tokens) == found
 
 
 def test_the_example_of_the_help_fits_the_default_method():

@@ -9,9 +9,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from dlmi import Inverter, read_rows
-from dlmi.methods import DLMI, SwapSearch
+from dlmi.methods import DLMI, Refined, SwapSearch
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
 from dlmi.run.callbacks.metrics import TensorBoardDetails
 from dlmi.run.callbacks.progress import InversionProgress, marked_output, summary_table
@@ -60,22 +61,42 @@ def test_tensorboard_has_every_curve(logged_run):
         "eval/token_passes",
         "cost/best_lcs",
         "finished/mean_lcs",
+        "finished/exact",
         "finished/exact_rate",
         "final/mean_lcs",
         "final/exact_rate",
     }
-    assert set(tags["histograms"]) == {"tau_per_position", "entropy_per_position"}
+    assert set(tags["histograms"]) == {
+        f"per_position_{name}/{target_id}"
+        for name in ("tau", "entropy")
+        for target_id in logged_run[0]
+    }
     assert "epoch" not in scalars
     assert {tag for tag in scalars if tag.startswith("targets/")} == {
         f"targets/{target_id}" for target_id in logged_run[0]
     }
     assert "custom_scalars__config__" in tags["tensors"]
-    text = events.Tensors("slot 0/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert text.startswith("| what | text |")
+    text = events.Tensors("prompts/k1_sample0")[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("| what | text |\n|---|---|\n| target | <code>")
     rows = logged_run[0].values()
+    costs = [event.step for event in events.Scalars("cost/best_lcs")]
+    assert costs == sorted(costs)
+    assert costs[-1] == sum(row.forward_tokens + row.backward_tokens for row in rows)
+    assert events.Scalars("finished/exact")[-1].value == sum(row.exact for row in rows)
     final = events.Scalars("finished/mean_lcs")[-1].value
     assert final == pytest.approx(sum(row.lcs for row in rows) / len(rows))
     assert all(event.value > 0 for event in events.Scalars("train/grad_norm_Z"))
+
+
+def test_a_search_after_a_relaxation_has_no_temperatures(data, fit, tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    refined = Refined(DLMI(tau0=1.0, num_samples=2), SwapSearch(width=2), after=0.5)
+    fit(small(refined), data(texts=["w1 w2 w3"]), logger=logger, callbacks=[TensorBoardDetails()])
+    events = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload()  # all of them
+    [tag] = (tag for tag in events.Tags()["histograms"] if tag.startswith("per_position_tau/"))
+    assert [event.step for event in events.Histograms(tag)] == [0, 4]
+    assert len(events.Scalars("eval/tau")) == 2
+    assert len(events.Scalars("eval/lcs")) == 3
 
 
 def test_at_most_25_targets_have_a_curve_of_their_own(data, fit, tmp_path):
@@ -86,14 +107,18 @@ def test_at_most_25_targets_have_a_curve_of_their_own(data, fit, tmp_path):
     assert sum(tag.startswith("targets/") for tag in scalars) == 25
 
 
-def test_hyperparameters_are_those_of_method_run_and_data(logged_run):
+def test_hyperparameters_are_those_that_were_chosen(logged_run):
     logged = logged_run[1].hparams
     expected = {
-        **{"method": "DLMI", "tau0": 1.0, "num_samples": 2, "lr": 0.1, "steps": 8},
-        **{"prompt_length": 4, "dtype": "float64", "batch_size": 2},
-        **{"targets": "ByRank", "targets.k": [1, 3], "targets.per_k": 2, "load.bos": None},
+        **{"method": "DLMI", "tau0": 1.0, "num_samples": 2, "steps": 8, "eval_every": 4},
+        **{"prompt_length": 4, "seed": 0, "dtype": "float64", "batch_size": 2},
+        **{"targets": "ByRank", "targets.k": [1, 3], "targets.per_k": 2, "targets.length": 4},
     }
     assert {name: logged[name] for name in expected} == expected
+    events = EventAccumulator(logged_run[1].log_dir).Reload()
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    columns = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert set(columns) == {*expected, "lm"}
     written = (Path(logged_run[1].log_dir) / "hparams.yaml").read_text()
     assert "tau0: 1.0" in written
     assert "!!python" not in written
@@ -162,6 +187,14 @@ def test_model_text_cannot_reach_the_terminal_raw(tiny, monkeypatch):
     assert text == "\\x1b[2J\\u202e[bold]"
     assert "\x1b" not in visible("\x1b\x07\x9b")
     assert "<" not in escape_markdown("<script>")
+
+
+def test_one_step_is_not_many(data, fit, capsys):
+    short = Inverter(DLMI(num_samples=2), 4, steps=1)
+    fit(short, data(), callbacks=[InversionProgress()], enable_progress_bar=True)
+    shown = capsys.readouterr().out
+    assert "at most 1 step each" in shown
+    assert "after 1 step, " in shown
 
 
 def test_summary_table_counts_by_k(logged_run):

@@ -1,23 +1,35 @@
 """What loggers get besides the inverter's own scalars: curves by target, histograms, texts."""
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.tensorboard.summary import text
 from torchmetrics import MeanMetric
 
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
+from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
-from dlmi.run.scalars import is_log_step, publish
-from dlmi.text import escape_markdown, marked_markdown, token_texts, visible
+from dlmi.run.scalars import is_log_step, log_scalars, publish, relaxed_diagnostics
+from dlmi.text import (
+    counted,
+    escape_markdown,
+    markdown_code,
+    marked_markdown,
+    token_texts,
+    visible,
+)
 
 # Means over finished rows. The perplexity's is geometric: random tokens span magnitudes.
 _MEANS: dict[str, Callable[[Inversion], float | None]] = {
@@ -34,24 +46,25 @@ _LAYOUT = {
         "best LCS, mean of all targets begun": ["Multiline", ["eval/best_lcs$"]],
         "best LCS of each target, by its own steps": ["Multiline", ["targets/.*"]],
         "loss, relaxed and discrete": ["Multiline", ["train/loss$", "eval/discrete_loss$"]],
-        "targets done": ["Multiline", ["finished/mean_lcs$", "finished/exact_rate$"]],
+        "exact targets, by targets done": ["Multiline", ["finished/exact$"]],
     }
 }
-_MOST_CURVES = 25  # more lines in one chart cannot be told apart
+_MOST_TARGETS = 25  # with curves and texts; more lines in one chart cannot be told apart
 
 
 class TensorBoardDetails(InversionCallback):
     """Curves by target and cost for any logger; for TensorBoard also histograms and texts.
 
     Scalars under `train/` and `eval/` are means over the slots in flight, against the step of the
-    run, except `best_lcs`, which counts all targets begun. Those under `finished/` run over the
-    targets done so far, `cost/` over token-passes per target, and `targets/ID`, the best LCS of
-    each of the first 25 targets, over the target's own steps; other loggers than TensorBoard, which
-    know one axis, get them at the step of the run. With several workers those under `finished/`
-    are over all of them, the others are those of worker 0.
+    run, except `best_lcs`, which is over all targets begun. Those under `finished/` run over the
+    targets done so far, and `cost/` over the token-passes of all targets together. The first 25
+    targets also have a curve of their best LCS (`targets/ID`), histograms over positions
+    (`per_position_tau/ID`) and texts (`prompts/ID`), against their own steps. Other loggers than
+    TensorBoard, which know one axis, get scalars at the step of the run. With several workers
+    those under `finished/` are over all of them, the others are those of worker 0.
 
     Args:
-        text_every: Evaluations between two texts.
+        text_every: Evaluations between two texts of a target.
     """
 
     def __init__(self, text_every: int = 1) -> None:
@@ -85,27 +98,29 @@ class TensorBoardDetails(InversionCallback):
             publish(pl_module, {name: torch.stack(found).mean() for name, found in norms.items()})
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
-        """Curves with an axis of their own, histograms of the slots just decoded, their texts."""
-        cost = sum(slot.cost.total for slot in slots) // len(slots)
+        """Curves with an axis of their own; histograms and texts of the slots just decoded."""
+        rows = sum(row.forward_tokens + row.backward_tokens for row in module.finished)
+        cost = rows + sum(slot.cost.total for slot in module.active)
         best = float(trainer.callback_metrics["eval/best_lcs"])
         _log_along(trainer, {"cost/best_lcs": best}, cost)
-        shown = {target.id for target in module.data.targets[:_MOST_CURVES]}
-        for slot in slots:
-            if slot.target.id in shown and slot.best is not None:
-                curve = {f"targets/{visible(slot.target.id)}": slot.best.lcs}
-                _log_along(trainer, curve, slot.step)
-        for board in _tensorboards(trainer):
-            writer, step = board.experiment, trainer.global_step
-            for name in slots[0].diagnostics:
-                positions = torch.cat([slot.diagnostics[name].float().flatten() for slot in slots])
-                writer.add_histogram(f"{name}_per_position", positions.cpu(), step)
-            for slot in slots if self._evaluations % self.text_every == 0 else ():
-                writer.add_text(f"slot {slot.index}", _slot_markdown(module.lm, slot), step)
+        shown = {target.id for target in module.data.targets[:_MOST_TARGETS]}
+        has_text = self._evaluations % self.text_every == 0
+        for slot in (slot for slot in slots if slot.target.id in shown):
+            assert slot.best is not None
+            name = visible(slot.target.id)
+            _log_along(trainer, {f"targets/{name}": slot.best.lcs}, slot.step)
+            for board in _tensorboards(trainer):
+                for kind, positions in relaxed_diagnostics(slot).items():
+                    tag = f"per_position_{kind}/{name}"
+                    board.experiment.add_histogram(tag, positions.float().cpu(), slot.step)
+                if has_text:
+                    _add_text(board, f"prompts/{name}", _slot_markdown(module.lm, slot), slot.step)
         self._evaluations += 1
 
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Running means over the finished targets, those before a resume included."""
-        own = {"finished/lcs": row.lcs, "finished/steps": row.steps}
+        exact = sum(row.exact for row in module.finished)
+        own = {"finished/lcs": row.lcs, "finished/steps": row.steps, "finished/exact": exact}
         _log_along(trainer, {**self._finished_means(module), **own}, self._counted)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
@@ -139,23 +154,49 @@ def _log_along(trainer: Trainer, scalars: dict[str, float], place: int) -> None:
     """Log at a place on an axis of their own, where a logger has one for each curve."""
     for logger in trainer.loggers:
         has_axes = isinstance(logger, TensorBoardLogger)
-        logger.log_metrics(scalars, place if has_axes else trainer.global_step)
+        log_scalars(logger, scalars, place if has_axes else trainer.global_step)
+
+
+@rank_zero_only  # other workers have a writer without files
+def _add_text(board: TensorBoardLogger, tag: str, markdown: str, step: int) -> None:
+    """As `SummaryWriter.add_text`, which would add `/text_summary` to the tag."""
+    summary = text(tag, markdown)  # type: ignore[no-untyped-call]
+    summary.value[0].tag = tag
+    board.experiment.file_writer.add_summary(summary, step)
 
 
 def _hyperparameters(module: Inverter) -> dict[str, Any]:
-    """Settings of the method, of the run and of its data, by name."""
-    data = module.data
-    settings = {"method": type(module.method).__name__, **module.settings, **data.hparams}
-    parts = {"targets": data.source, "load": data.load_options, "share": data.share}
-    for name, part in parts.items():
-        if part is not None:
-            settings[name] = type(part).__name__
-            settings |= {f"{name}.{key}": value for key, value in vars(part).items()}
-    return {
-        name: list(value) if isinstance(value, tuple) else value  # as YAML files have it
-        for name, value in settings.items()
-        if not name.startswith("_")
+    """What is run on what, and all settings that are not at their default, by name."""
+    data, precision = module.data, module.settings["precision"]
+    settings = {
+        "method": type(module.method).__name__,
+        "lm": data.lm_name,
+        "targets": type(data.source).__name__,
+        "prompt_length": module.prompt_length,
+        "steps": module.steps,
+        "seed": module.seed,
+        **({} if precision is None else {"precision": precision}),
+        **_changed(type(module.method), vars(module.method)),
+        **_changed(Inverter, module.hparams),
+        **_changed(TargetDataModule, data.hparams),
+        **_changed(type(data.source), vars(data.source), "targets."),
+        **({} if data.share is None else _changed(type(data.share), vars(data.share), "share.")),
     }
+    # As YAML files have it.
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
+
+
+def _changed(cls: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Arguments of a class that are not at their default; a method's with those of its own."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        value = values.get(name, parameter.default)
+        if value == parameter.default:
+            continue
+        found[prefix + name] = type(value).__name__ if isinstance(value, Method) else value
+        if isinstance(value, Method):
+            found |= _changed(type(value), vars(value), f"{prefix}{name}.")
+    return found
 
 
 def _slot_markdown(lm: FrozenLM, slot: Slot) -> str:
@@ -163,11 +204,12 @@ def _slot_markdown(lm: FrozenLM, slot: Slot) -> str:
     last, target = slot.last, slot.target
     assert last is not None
     rows = {
-        f"target {escape_markdown(target.id)}": _escaped(lm, target.ids),
+        "target": _escaped(lm, target.ids),
         f"output, LCS {last.lcs:.2f}": marked_markdown(lm, target.ids, last.output_ids),
-        f"prompt after {last.step} steps": _escaped(lm, last.prompt_ids),
+        f"prompt after {counted(last.step, 'step')}": _escaped(lm, last.prompt_ids),
     }
-    return "| what | text |\n|---|---|\n" + "\n".join(f"| {k} | {v} |" for k, v in rows.items())
+    lines = (f"| {name} | {markdown_code(cell)} |" for name, cell in rows.items())
+    return "\n".join(["| what | text |", "|---|---|", *lines])
 
 
 def _escaped(lm: FrozenLM, ids: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from dlmi.run.folder import is_trial
 from dlmi.run.inverter import Inverter
 from dlmi.targets.questions import HUB_MARK, PACKAGED_QUESTIONS
 from dlmi.targets.sources import Questions
-from dlmi.text import Decoder, clock, token_texts, visible
+from dlmi.text import Decoder, clock, counted, token_texts, visible
 
 _SHOWN = 16  # slots in flight that the line has room for
 
@@ -56,8 +56,8 @@ class InversionProgress(InversionCallback, ProgressBar):
         self._print(
             f"{type(pl_module.method).__name__} on {lm.name} "
             f"({lm.model.num_parameters() / 1e6:.1f}M parameters, {lm.dtype_name}, "
-            f"{lm.device.type}): {targets} targets, N={pl_module.prompt_length}, at most "
-            f"{pl_module.steps} steps each, {len(pl_module.slots)} at a time"
+            f"{lm.device.type}): {counted(targets, 'target')}, N={pl_module.prompt_length}, "
+            f"at most {counted(pl_module.steps, 'step')} each, {len(pl_module.slots)} at a time"
             + (f" on each of {workers} workers" if workers > 1 else "")
         )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ class InversionProgress(InversionCallback, ProgressBar):
             line = Text.assemble(
                 (f"{visible(row.target_id):<14}", "bold"),
                 (f"LCS {row.lcs:.2f} ", style),
-                f"{row.stop_reason} after {row.steps} steps, {row.seconds:.1f} s",
+                f"{row.stop_reason} after {counted(row.steps, 'step')}, {row.seconds:.1f} s",
                 f": {row.failure}\n  " if row.failure else "\n  ",
                 (visible(row.prompt_text), "cyan"),
                 " → ",
