@@ -26,7 +26,8 @@ from dlmi.tokens.vocabulary import Vocabulary
 
 SCALES = (1.0, 0.85, 0.7, 0.5)
 _RANKS = (1, 4, 10)  # of the tokens of a target, for each target
-_TARGET_LENGTH, _PROMPT_LENGTH, _STEPS = 8, 16, 30
+_TARGET_LENGTH, _PROMPT_LENGTH = 8, 16
+_STEPS = 90  # of each factor: after 30, one that leads nowhere still looks like the others
 _ERRORS = 2.0  # a gain on 1 by so many standard errors is no noise
 
 
