@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from dlmi.lm.frozen_lm import FrozenLM
+
+NormGradientScale = float | Literal["auto"]  # `auto`: what suits the LM (`dlmi.run.norm_scale`)
 
 
 @contextlib.contextmanager

@@ -7,19 +7,16 @@ prompts of a search; the LM itself measures what is kept.
 
 import contextlib
 import copy
-import json
 import platform
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from dlmi.errors import RunStopped
-from dlmi.jsonl import read_json_file, rewrite_lines
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.loading import cache_dir
+from dlmi.lm.measured import read_measured, write_measured
 from dlmi.lm.memory import free_memory
 from dlmi.lm.placement import quantized_bits
 
@@ -28,11 +25,6 @@ PassDType = Literal["auto", "float32", "bfloat16", "float16"]
 _FASTER = 0.9  # of the time in the LM's own dtype: a gain that is worth a second copy
 _ROOM = 1.5  # times the copy's size must be free
 _ROWS, _LENGTH, _KEPT = 8, 32, 8  # of the pass that is timed
-
-
-def measured_file() -> Path:
-    """The file of what was measured on this machine."""
-    return cache_dir() / "measured.json"
 
 
 def pass_copy(lm: FrozenLM, asked: PassDType | None) -> FrozenLM:
@@ -50,15 +42,12 @@ def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
     if lm.dtype != torch.float32 or not _fits(lm, torch.bfloat16):
         return lm.dtype
     key = f"pass_dtype {lm.fingerprint()} {_machine(lm.device)}"
-    everything = read_json_file(measured_file()) or {}
-    known: Any = everything.get(key)
-    if not isinstance(known, dict) or known.get("dtype") not in ("float32", "bfloat16"):
+    known = read_measured(key, "dtype", ("float32", "bfloat16"))
+    if known is None:
         own, other = _seconds(lm), _seconds(in_dtype(lm, torch.bfloat16))
         name = "bfloat16" if other < _FASTER * own else "float32"
         known = {"dtype": name, "seconds": {"float32": own, "bfloat16": other}}
-        with contextlib.suppress(OSError, RunStopped):  # a folder that cannot be written
-            measured_file().parent.mkdir(parents=True, exist_ok=True)
-            rewrite_lines(measured_file(), [json.dumps({**everything, key: known}, indent=1)])
+        write_measured(key, known)
         rank_zero_info(
             f"The LM's passes run in {name}: one takes {own:.3f} s in float32 and {other:.3f} s in "
             "bfloat16."

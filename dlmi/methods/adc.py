@@ -7,12 +7,13 @@ r"""ADC: adaptive dense-to-sparse optimisation on the simplex.
 
 Hu et al. 2024 (arXiv 2405.09113). After each step of SGD with heavy momentum m, only the s largest
 entries of each row are kept, and s shrinks as fewer teacher-forced target tokens are wrong: the
-prompt hardens because it works, not on a schedule. Several restarts share one batch. In every step
-the argmax prompt of each is scored.
+prompt hardens because it works, not on a schedule. Several restarts share one batch; their losses
+are summed. In every step the argmax prompt of each is scored. If it was scored before, a prompt
+with the second best token at one position takes its place.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.lm.norm_gradients import NormGradientScale
 from dlmi.methods.base import Relaxation, Step, simplex_prompt
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
 from dlmi.scoring.passes import Pass, Steps
 from dlmi.tokens.vocabulary import Vocabulary
 
-_MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
+_MINIMUM_LARGER_ROWS = 5  # rows that keep one entry more than the whole part of s
 
 
 def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
@@ -34,30 +36,24 @@ def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
 
     Each row keeps as many as `counts`, (...), says; -inf bars an entry.
     """
-    if int(counts.min()) >= rows.shape[-1]:
-        positive = _made_positive(rows)
-        return positive / positive.sum(-1, keepdim=True)
     most = min(int(counts.max()), rows.shape[-1])
-    values, columns = rows.topk(most, dim=-1)
-    kept = _made_positive(values) * (torch.arange(most, device=rows.device) < counts[..., None])
+    values, columns = rows.topk(most, dim=-1, sorted=False)  # to sort many takes long
+    kept = (values.relu() + 1e-6).masked_fill_(values.isneginf(), 0)
+    surplus = most - counts
+    lowest = values.topk(int(surplus.max()), dim=-1, largest=False).indices
+    is_kept = torch.arange(lowest.shape[-1], device=rows.device) >= surplus[..., None]
+    kept.scatter_(-1, lowest, kept.gather(-1, lowest) * is_kept)
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
 
 
-def _made_positive(entries: Tensor) -> Tensor:
-    return (entries.relu() + 1e-6).masked_fill_(entries.isneginf(), 0)
+def sparsity_counts(sparsity: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Entries that each of N rows of each restart keeps, (R,) to (R, N): about s on average.
 
-
-def sparsity_counts(sparsity: float, length: int, generator: torch.Generator) -> Tensor:
-    """Entries that each of N rows keeps so that they are s on average, (N,).
-
-    With a fractional s, that share of the rows, but at least five, gets one entry more.
+    The whole part of s; a share of the rows, its fraction but at least five, gets one entry more.
     """
-    floor = int(sparsity)
-    share = sparsity - floor
-    larger = max(round(share * length), _MINIMUM_LARGER_ROWS) if share > 0 else 0
-    counts = torch.full((length,), floor)
-    counts[torch.randperm(length, generator=generator)[:larger]] += 1
-    return counts.clamp_min(1)
+    floor = sparsity.floor().long()
+    larger = ((sparsity - floor) * length).long().clamp_min(_MINIMUM_LARGER_ROWS)
+    return floor[:, None] + (torch.randperm(length, generator=generator) < larger[:, None])
 
 
 @dataclass
@@ -67,6 +63,7 @@ class ADCState:
     best_ids: Tensor  # the discrete prompt of lowest loss that any restart has had, (N,)
     best_loss: float = float("inf")  # its loss
     wrong: Tensor | None = None  # moving average of the wrong target tokens of each restart, (R,)
+    seen: set[int] = field(default_factory=set)  # hashes of the prompts that were scored
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,8 @@ class ADC(Relaxation[ADCState]):
         lr: SGD's learning rate.
         momentum: SGD's momentum.
         ema_rate: Weight of the newest count of wrong tokens in the sparsity.
-        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone,
+            `auto` tries a few, once for each LM.
     """
 
     restarts: int = 16
@@ -87,7 +85,7 @@ class ADC(Relaxation[ADCState]):
     lr: float = 10.0
     momentum: float = 0.99
     ema_rate: float = 0.01
-    norm_gradient_scale: float = 1.0
+    norm_gradient_scale: NormGradientScale = 1.0
 
     state_type = ADCState
     reads_embeddings = True
@@ -106,17 +104,17 @@ class ADC(Relaxation[ADCState]):
     def step(self, slot: Slot, state: ADCState) -> Steps[tuple[Step, ADCState]]:
         """The losses of all restarts, summed; reports the lowest."""
         rows = slot.params["Z"]  # (R, N, V)
+        prompt_ids, seen = self._unseen(slot, state.seen)
         if state.wrong is not None:
             self._sparsify(slot, state.wrong)
-        ids = slot.tokens.ids(rows.detach().argmax(-1))  # (R, N)
-        prompt_ids = slot.tokens.repaired(ids, self.soft_prompt(slot, state).logits)
-        discrete = yield Pass(prompt_ids, slot.examples)
-        exact = [slot.is_wanted(output_ids) for output_ids in discrete.output_ids]
-        best = exact.index(True) if any(exact) else int(discrete.losses.argmin())
-        best_ids, best_loss = prompt_ids[best], float(discrete.losses[best])
-        found_ids = best_ids if exact[best] else None
-        if not (exact[best] or slot.is_better(best_loss, state.best_loss)):
-            best_ids, best_loss = state.best_ids, state.best_loss
+        best_ids, best_loss, found_ids = state.best_ids, state.best_loss, None
+        if prompt_ids:
+            discrete = yield Pass(torch.stack(prompt_ids), slot.examples)
+            exact = [slot.is_wanted(output_ids) for output_ids in discrete.output_ids]
+            best = exact.index(True) if any(exact) else int(discrete.losses.argmin())
+            found_ids = prompt_ids[best] if exact[best] else None
+            if exact[best] or slot.is_better(float(discrete.losses[best]), best_loss):
+                best_ids, best_loss = prompt_ids[best], float(discrete.losses[best])
         embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
         scale = self.norm_gradient_scale
         relaxed = yield Pass(embeds, slot.examples, self.loss, norm_gradient_scale=scale)
@@ -127,16 +125,33 @@ class ADC(Relaxation[ADCState]):
         losses = relaxed.losses.detach()
         output_ids = relaxed.output_ids[losses.argmin()]
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
-        return step, ADCState(best_ids, best_loss, average)
+        return step, ADCState(best_ids, best_loss, average, seen)
+
+    def _unseen(self, slot: Slot, seen: set[int]) -> tuple[list[Tensor], set[int]]:
+        """The prompts to be scored, (N,), at most one of each restart, and all that were seen."""
+        seen, found = set(seen), []
+        for rows in slot.params["Z"].detach():
+            ids = slot.tokens.argmax_ids(rows).cpu()
+            choices = ids[None]
+            # Examples that change from step to step are scored anew.
+            if _hash(ids) in seen and not slot.target.is_shared:
+                values, columns = slot.tokens.bar_(rows.clone()).topk(min(2, rows.shape[-1]))
+                second = slot.tokens.ids(columns[:, -1]).cpu()
+                choices = torch.where(torch.eye(slot.length, dtype=torch.bool), second, ids)
+                choices = slot.surviving(choices[values[:, -1].isfinite().cpu()])
+                choices = choices[[_hash(choice) not in seen for choice in choices]]
+            if len(choices):
+                seen.add(_hash(choices[0]))
+                found.append(choices[0])
+        return found, seen
 
     @torch.no_grad()
     def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
-        slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
-        for rows, count in zip(slot.params["Z"], wrong.tolist(), strict=True):
-            # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
-            sparsity = min(2.0 ** min(count, 64.0), rows.shape[-1])
-            counts = sparsity_counts(sparsity, slot.length, slot.rng)
-            rows.copy_(keep_largest(rows, counts.to(rows.device)))
+        restarts = slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
+        sparsity = (2.0 ** wrong.cpu()).clamp_max(restarts.shape[-1] / 2).clamp_min(1)
+        counts = sparsity_counts(sparsity, slot.length, slot.rng).to(restarts.device)
+        for rows, own in zip(restarts, counts, strict=True):  # one at a time takes less memory
+            rows.copy_(keep_largest(rows, own))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
         """The best discrete prompt so far."""
@@ -154,3 +169,8 @@ class ADC(Relaxation[ADCState]):
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """SGD with heavy momentum."""
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
+
+
+def _hash(ids: Tensor) -> int:
+    """The same in every process: that of a tuple of integers."""
+    return hash(tuple(ids.tolist()))

@@ -89,26 +89,24 @@ class GCG(Search[GCGState]):
         swaps = Swaps(slot.tokens, self.topk, momentum=self.momentum, carried=state.carried)
         now = yield Pass(x[None], slot.examples, self.loss, swaps=swaps)
         assert now.swap_ids is not None  # (N, topk)
-        ids = swapped(x, now.swap_ids, self.search_width, self.n_replace, slot.rng)
-        step, x = yield from keep_best(
-            slot, self.loss, x, now, self._surviving(slot, ids), may_worsen=self.buffer_size == 0
-        )
+        candidates = self.candidates(slot, x, now.swap_ids)
+        may_worsen = self.buffer_size == 0
+        step, x = yield from keep_best(slot, self.loss, x, now, candidates, may_worsen)
         return step, GCGState(x, now.carried)
 
-    def _surviving(self, slot: Slot, ids: Tensor) -> Tensor:
-        """The candidates that round-trip; all, if none does and none must."""
+    def candidates(self, slot: Slot, x: Tensor, likely_ids: Tensor) -> Tensor:
+        """Copies of x, (N,) to (C, N), each with `n_replace` positions changed.
+
+        Such a position gets a random one of the tokens that are proposed for it, (N, topk). Those
+        that round-trip are kept; all, if none does and none must.
+        """
+        positions = self.positions(slot)
+        picks = torch.randint(likely_ids.shape[1], positions.shape, generator=slot.rng)
+        ids = x.repeat(len(positions), 1).scatter_(1, positions, likely_ids[positions, picks])
         kept = slot.tokens.surviving(ids) if self.filter_ids else slot.surviving(ids)
         return kept if len(kept) or slot.tokens.must_round_trip else ids
 
-
-def swapped(
-    ids: Tensor, likely_ids: Tensor, width: int, n_replace: int, rng: torch.Generator
-) -> Tensor:
-    """Copies of a prompt, (N,) to (C, N), each with `n_replace` random positions changed.
-
-    Such a position gets a random one of the tokens that are proposed for it, (N, topk).
-    """
-    order = torch.rand(width, len(ids), generator=rng).argsort(-1)
-    positions = order[:, :n_replace]  # (C, n_replace), distinct in each row
-    picks = torch.randint(likely_ids.shape[1], positions.shape, generator=rng)
-    return ids.repeat(width, 1).scatter_(1, positions, likely_ids[positions, picks])
+    def positions(self, slot: Slot) -> Tensor:
+        """The positions that each candidate changes, (C, n_replace), distinct in each row."""
+        order = torch.rand(self.search_width, slot.length, generator=slot.rng).argsort(-1)
+        return order[:, : self.n_replace]

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from dlmi.errors import InputError, check_positive
+from dlmi.lm.norm_gradients import NormGradientScale
 from dlmi.methods.base import Method
 from dlmi.run.data import TargetDataModule
 from dlmi.run.workers.strategy import TargetParallelStrategy
@@ -96,13 +97,13 @@ def check_workers(trainer: Trainer, data: TargetDataModule) -> None:
 def check_settings(
     prompt_length: int,
     fluency: float,
-    norm_gradient_scale: float | None,
+    norm_gradient_scale: NormGradientScale | None,
     allowed_tokens: AllowedTokens | None,
 ) -> None:
     """Raise `InputError` for arguments of an inverter that make no sense."""
     if allowed_tokens is not None:
         check_allowed_tokens(allowed_tokens)
-    if norm_gradient_scale is not None:
+    if isinstance(norm_gradient_scale, float | int):
         check_positive("model", norm_gradient_scale=norm_gradient_scale)
     if not 0 <= fluency < float("inf"):
         raise InputError(f"Expected `model.fluency` to be at least 0, but got {fluency}.")

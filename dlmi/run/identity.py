@@ -57,10 +57,16 @@ def check_row(row: Inversion, identity: dict[str, Any]) -> None:
     """Raise `InputError` unless a row of the run's folder could have come from this run."""
     allowed_ids = identity["model.allowed_tokens as ids"]  # not in a row
     found = run_identity(row.method, row.settings, vars(row), allowed_ids)
-    if identity["model.pass_dtype"] == "auto":  # a row holds what was chosen
-        found["model.pass_dtype"] = "auto"
+    found = _as_asked(found, identity)
     what = f"the row of {row.target_id} in the run's folder"
     _check_same(found, identity, what, "Go on with the run's own settings, or in another folder.")
+
+
+def _as_asked(found: Any, asked: Any) -> Any:
+    """Values with `auto` where that was asked for: a row holds what was chosen."""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        return {name: _as_asked(value, asked.get(name)) for name, value in found.items()}
+    return asked if asked == "auto" else found
 
 
 def _check_same(found: dict[str, Any], identity: dict[str, Any], what: str, way_out: str) -> None:

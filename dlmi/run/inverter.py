@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.norm_gradients import NormGradientScale
 from dlmi.lm.pass_dtype import PassDType, pass_copy
 from dlmi.lm.precision import drop_gradient_scaler
 from dlmi.methods.base import Method, settings_of
@@ -23,6 +24,7 @@ from dlmi.run.checks import check_settings, check_targets, check_trainer
 from dlmi.run.data import TargetDataModule
 from dlmi.run.folder import run_folder
 from dlmi.run.identity import check_checkpoint, describe_environment, run_identity
+from dlmi.run.norm_scale import choose_scale, with_scale
 from dlmi.run.resume import Resume, pack_slot
 from dlmi.run.row_building import build_row
 from dlmi.run.scalars import check_early_stopping, evaluation_scalars, publish
@@ -57,7 +59,8 @@ class Inverter(SlotPool):
         forbid_target_tokens: What it may not hold: `none`, the target's `ids`, its `words`, or
             its words and their near-copies (`stems`).
         fluency: Weight of a penalty on prompts that the LM finds unlikely; 0 for none.
-        norm_gradient_scale: Factor on gradients at the LM's norm layers; unset: the method's own.
+        norm_gradient_scale: Factor on gradients at the LM's norm layers, or `auto` to try a few,
+            once for each LM; unset: the method's own.
         pass_dtype: What the LM searches in: a dtype, or `auto` for the fastest on this machine,
             which is measured once; unset: `data.dtype`, which all that is kept is measured in.
         seed: With the target's id it fixes all draws. On the command line: `seed_everything`.
@@ -81,7 +84,7 @@ class Inverter(SlotPool):
         allowed_tokens: AllowedTokens | None = None,
         forbid_target_tokens: ForbiddenTokens = "none",
         fluency: float = 0.0,
-        norm_gradient_scale: float | None = None,
+        norm_gradient_scale: NormGradientScale | None = None,
         pass_dtype: PassDType | None = None,
         seed: int = 0,
     ) -> None:
@@ -166,6 +169,7 @@ class Inverter(SlotPool):
             tuple(self.decode_at),
         )
         self.check_budget(self._targets)
+        self._scale: float | None = None  # what `auto` stands for, once it is known
         self.folder = run_folder(self.trainer)
         self.finished, self._resume, self.stop_requested = [], Resume(), False
         self._solved_groups: set[str | None] = set()
@@ -180,6 +184,7 @@ class Inverter(SlotPool):
 
         Targets that were in flight when the run stopped come first.
         """
+        self._choose_scale()
         done = {row.target_id for row in self.finished} | self._resume.finished_ids
         waiting = [target.id for target in self._targets if target.id not in done]
         waiting.sort(key=lambda target_id: target_id not in self._resume)
@@ -213,6 +218,7 @@ class Inverter(SlotPool):
         checkpoint["inversion"] = {
             "identity": self.identity,
             "pass_dtype": self.engine.pass_dtype,
+            "norm_gradient_scale": self._scale,
             "slots": [pack_slot(slot, self.trainer.optimizers) for slot in self.active],
             "finished_ids": sorted(self._finished_ids),
         }
@@ -224,8 +230,17 @@ class Inverter(SlotPool):
         check_checkpoint(saved["identity"], self.identity)
         if self.pass_dtype == "auto":  # as on the machine where it began
             self.engine.read_with(pass_copy(self.lm, saved["pass_dtype"]))
+        self._scale = saved.get("norm_gradient_scale")
         self._resume = Resume.of_all_workers(saved, Path(str(self.trainer.ckpt_path)))
         checkpoint["state_dict"] = self.state_dict()  # slots are filled when the run starts
+
+    def _choose_scale(self) -> None:
+        """Find the number that `norm_gradient_scale: auto` stands for; worker 0's holds for all."""
+        if with_scale(self.settings, None) == self.settings:
+            return
+        if self._scale is None and self.workers.index == 0:
+            self._scale = choose_scale(self.lm)
+        self._scale = self.engine.auto_scale = self.workers.broadcast(self._scale)
 
     # ---- the life of a slot
 
@@ -263,7 +278,8 @@ class Inverter(SlotPool):
             self.slots[each.index] = None
 
     def _report(self, slot: Slot, reason: str) -> None:
-        settings = {**self.settings, "pass_dtype": self.engine.pass_dtype}  # the chosen one
+        settings = {**self.settings, "pass_dtype": self.engine.pass_dtype}  # what was chosen
+        settings = with_scale(settings, self._scale)
         row = build_row(slot, reason, self.method, settings, self._environment)
         self.finished.append(row)
         self._tell("on_target_end", row)

@@ -22,7 +22,7 @@ from dlmi.estimators.noise import gumbel_noise
 from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.norm_gradients import scaled_norm_gradients
+from dlmi.lm.norm_gradients import NormGradientScale, scaled_norm_gradients
 from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows
 from dlmi.scoring.fluency import Fluency
 from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
@@ -47,19 +47,21 @@ class Engine:
     Attributes:
         lm: The model, in the dtype of measurements.
         prefixes: Its prefixes whose keys and values are kept.
+        auto_scale: The factor on gradients at norm layers that `auto` stands for.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         fluency: Fluency | None = None,
-        norm_gradient_scale: float | None = None,
+        norm_gradient_scale: NormGradientScale | None = None,
         slots: int = 1,
     ) -> None:
         self.lm: FrozenLM = vocabulary.lm
         self._matrix = vocabulary.matrix if fluency is None else fluency.matrix
         self._fluency = fluency
         self._scale = norm_gradient_scale
+        self.auto_scale = 1.0
         self._kept = REMEMBERED * slots + _SPARE_PREFIXES
         self.prefixes = PrefixStore(self.lm, self._kept)
         self.read_with(self.lm)
@@ -186,7 +188,8 @@ class Engine:
             [ids for asked in passes for ids in self._kept_ids(asked)],
         )
         scale = kind.norm_gradient_scale if self._scale is None else self._scale
-        with scaled_norm_gradients(store.lm, scale if kind.has_gradient else 1.0):
+        factor = self.auto_scale if scale == "auto" else scale
+        with scaled_norm_gradients(store.lm, factor if kind.has_gradient else 1.0):
             losses, said = reading.losses(torch.cat([own.flatten(0, 1) for own in prompts]))
         losses, said = losses[batch.places], said[batch.target_places]
         own_losses = torch.split(losses, [p.count * len(p.examples) for p in passes])
@@ -251,11 +254,14 @@ class Engine:
         wanted = [asked.swaps for asked in passes if asked.swaps is not None]
         total = torch.cat([own.losses for own in scores]).sum()
         gradients = [own.mean(0) for own in torch.autograd.grad(total, list(prompts))]  # (N, d)
+        matrix = self._matrix.to(gradients[0].dtype)
         for gradient, swaps in zip(gradients, wanted, strict=True):
+            if swaps.momentum:  # on gradients of one-hot rows of length 1
+                norms = torch.linalg.vector_norm(gradient @ matrix.T, dim=-1, keepdim=True)
+                gradient /= norms.clamp_min(torch.finfo(norms.dtype).tiny)
             if swaps.carried is not None:
-                gradient += swaps.momentum * swaps.carried.to(gradient.device)
-        rows = torch.cat(gradients)  # (B * N, d)
-        promises = -(rows @ self._matrix.to(rows.dtype).T)  # (B * N, V)
+                gradient.lerp_(swaps.carried.to(gradient), swaps.momentum)
+        promises = -(torch.cat(gradients) @ matrix.T)  # (B * N, V)
         lengths = [asked.length for asked in passes]
         barred, first = [], 0
         for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):

@@ -17,8 +17,10 @@ def token_losses(name: LossName, logits: Tensor, target_ids: Tensor) -> Tensor:
 
     `cross_entropy` is -log q(y). `margin` is max log q - log q(y), 0 where the target is the argmax
     (SODA). `hinge` is max(0, 1 + best other logit - target logit), 0 where the target leads by 1.
-    `mellowmax` is the cross-entropy here, and differs in `row_losses`.
+    `mellowmax` is the negative logit, before the softmax, as in nanoGCG; see `row_losses`.
     """
+    if name == "mellowmax":
+        return -_target_logits(logits, target_ids)
     if name == "margin":  # the normaliser of log q cancels
         return logits.amax(-1) - _target_logits(logits, target_ids)
     if name == "hinge":
@@ -30,8 +32,8 @@ def token_losses(name: LossName, logits: Tensor, target_ids: Tensor) -> Tensor:
 def row_losses(name: LossName, losses: Tensor, weights: Tensor, rows: Tensor, count: int) -> Tensor:
     """The loss of each of `count` rows: the weighted mean of its tokens', (m,) to (count,).
 
-    `mellowmax` is log mean exp instead, a soft maximum: the worst token counts most. `rows` is the
-    row of each token, (m,).
+    `mellowmax` is log mean exp instead, a soft maximum: the worst token counts most. That is
+    nanoGCG's with its alpha of 1. `rows` is the row of each token, (m,).
 
     >>> row_losses("mellowmax", torch.tensor([0.0, 4.0]), torch.ones(2), torch.tensor([0, 0]), 1)
     tensor([3.3250])
@@ -44,7 +46,9 @@ def row_losses(name: LossName, losses: Tensor, weights: Tensor, rows: Tensor, co
     if name != "mellowmax":
         return summed(losses * weights) / total
     # The largest of each row is subtracted, so that no power overflows.
-    largest = losses.new_zeros(count).scatter_reduce(0, rows, losses.detach(), "amax")
+    largest = losses.new_zeros(count).scatter_reduce(
+        0, rows, losses.detach(), "amax", include_self=False
+    )
     powers = (losses - largest[rows]).exp()
     return largest + (summed(powers * weights) / total).log()
 

@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from dlmi.estimators.soft_prompt import SoftPrompt
+from dlmi.lm.norm_gradients import NormGradientScale
 from dlmi.scoring.losses import LossName
 from dlmi.targets.context import Example, common_beginning
 from dlmi.tokens.vocabulary import TargetTokens
@@ -61,7 +62,7 @@ class Swaps:
     tokens: TargetTokens  # what the prompt may hold
     count: int  # how many are wanted at each position, K
     barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
-    momentum: float = 0.0  # share of `carried` that is added to the gradient
+    momentum: float = 0.0  # weight of `carried` in the average with the normalised gradient
     carried: Tensor | None = None  # `Scores.carried` of the step before, (N, d)
 
 
@@ -79,7 +80,7 @@ class Pass:
     token_weights: Tensor | None = None  # of target tokens in the loss, (M,); None: all the same
     # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
-    norm_gradient_scale: float = 1.0  # factor on gradients at the LM's norm layers
+    norm_gradient_scale: NormGradientScale = 1.0  # factor on gradients at the LM's norm layers
     is_measured: bool = False  # in the LM's own dtype, whatever other passes are in
 
     @property
@@ -115,7 +116,7 @@ class Scores:
     # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K);
     # `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
-    carried: Tensor | None = None  # with momentum, the gradient and what was carried, (N, d)
+    carried: Tensor | None = None  # with momentum, the average of normalised gradients, (N, d)
 
 
 Steps = Generator[Pass, Scores, T]

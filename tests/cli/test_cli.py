@@ -84,7 +84,9 @@ def test_print_config_round_trips(capsys, tiny_flags, tmp_path):
 
 
 @pytest.mark.parametrize("name", config_files())
-def test_every_shipped_yaml_fits_for_two_steps(name, model_folder, tmp_path, capsys):
+def test_every_shipped_yaml_fits_for_two_steps(name, model_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DLMI_CACHE", str(tmp_path / "cache"))  # for what `auto` measures
+    monkeypatch.setattr("dlmi.run.norm_scale._STEPS", 2)
     base = [] if not name.startswith("parts/") else ["--config", CONFIGS / "dlmi_tau100.yaml"]
     flags = ["--data.lm", model_folder(), "--data.load.bos", "<bos>", "--data.dtype", "float32"]
     flags += ["--trainer.accelerator", "cpu", "--trainer.devices", "1"]

@@ -32,6 +32,7 @@ FIRST_EMA = "The first step of `ema` compares each sample with the others."
 BEST = "The best prompt of a search is the one with most right tokens, then the best score."
 SEARCH_COST = "A search pays for a prompt from its first difference on, and for a gradient once."
 PREFIX_COST = "The beginning of a context is paid for, once for each target."
+ADC = "ADC scores no prompt twice, and keeps as many entries of its rows as the authors' code."
 ROUND_TRIP = "A swap that does not round-trip, where it must, is replaced by another."
 
 # Where two prompts of a search differ in which is the better one.
@@ -126,6 +127,8 @@ def reason_of(case: str, now: dict[str, Any]) -> str:
     """Why these columns of a case are others now; `ValueError` where that is not known."""
     row, variant = case.split("/")
     is_search = row.startswith(_SEARCHES)
+    if row.startswith("adc"):
+        return ADC
     if variant == "token_budget":
         return BUDGET
     if row == "reinforce":

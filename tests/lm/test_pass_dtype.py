@@ -11,7 +11,8 @@ from helpers.weights import weights_hash
 
 from dlmi import Inverter, load_lm
 from dlmi.lm import pass_dtype
-from dlmi.lm.pass_dtype import choose_dtype, in_dtype, measured_file, pass_copy
+from dlmi.lm.measured import measured_file
+from dlmi.lm.pass_dtype import choose_dtype, in_dtype, pass_copy
 from dlmi.methods import GCG, SwapSearch
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate_alone

@@ -8,7 +8,7 @@ from helpers.lm_calls import counted_calls
 from helpers.slots import begin, drive, open_slot, random_ids
 
 from dlmi import InputError
-from dlmi.methods import ARCA, MAC, PGD, AutoPrompt, RandomSearch
+from dlmi.methods import ARCA, MAC, PGD, AutoPrompt, RandomSearch, pgd
 from dlmi.methods.arca import ARCAState
 from dlmi.methods.candidates import PromptState
 from dlmi.methods.gcg import GCGState
@@ -42,15 +42,18 @@ def loss_gradients(lm, ids):
 # ---- momentum and averages of gradients
 
 
-def test_what_is_carried_is_the_gradient_and_a_share_of_what_was_before(tiny, vocabulary):
+def test_what_is_carried_is_an_average_of_normalised_gradients(tiny, vocabulary):
     engine, slot = Engine(vocabulary), open_slot(vocabulary, TARGET, 4)
-    carried, expected = None, torch.zeros(())
+    carried, expected = None, None
     for seed in range(3):
         ids = random_ids(tiny, 4, seed=seed)
         swaps = Swaps(slot.tokens, 6, momentum=0.7, carried=carried)
         [scores] = engine([Pass(ids[None], slot.examples, swaps=swaps)])
         carried = scores.carried
-        expected = 0.7 * expected + loss_gradients(tiny, ids)
+        gradient = loss_gradients(tiny, ids)
+        by_one_hot = gradient @ vocabulary.matrix.double().T
+        gradient /= by_one_hot.norm(dim=-1, keepdim=True)
+        expected = gradient if expected is None else 0.7 * expected + 0.3 * gradient
         torch.testing.assert_close(carried.double(), expected, rtol=1e-4, atol=1e-6)
         promises = -(expected.to(vocabulary.matrix.dtype) @ vocabulary.matrix.T)
         best = vocabulary.ids(promises.topk(6, dim=-1).indices)
@@ -79,7 +82,7 @@ def test_swaps_of_several_prompts_follow_their_mean_gradient(tiny, vocabulary):
     assert many.losses[0] == pytest.approx(float(single.losses[0]), rel=1e-5)
 
 
-def test_mac_hands_on_what_it_was_given_also_where_it_stays(vocabulary):
+def test_mac_takes_the_best_candidate_though_it_is_worse(vocabulary):
     method = MAC(search_width=2, topk=2, filter_ids=False, momentum=0.9)
     slot = open_slot(vocabulary, TARGET, 4)
     before, after = torch.ones(4, 8), torch.full((4, 8), 2.0)
@@ -87,11 +90,11 @@ def test_mac_hands_on_what_it_was_given_also_where_it_stays(vocabulary):
     asked = next(steps)
     assert asked.swaps.carried is before
     assert asked.swaps.momentum == 0.9
-    steps.send(Scores(torch.ones(1), torch.zeros(1, 4).long(), X.repeat(2, 1).T, after))
+    asked = steps.send(Scores(torch.ones(1), torch.zeros(1, 4).long(), X[:, None] + 1, after))
     with pytest.raises(StopIteration) as end:
-        steps.send(Scores(torch.full((2,), 3.0), torch.zeros(2, 4).long()))
+        steps.send(Scores(torch.tensor([4.0, 3.0]), torch.zeros(2, 4).long()))
     _, state = end.value.value
-    assert torch.equal(state.prompt_ids, X)
+    assert torch.equal(state.prompt_ids, asked.prompts[1])
     assert state.carried is after
 
 
@@ -214,7 +217,13 @@ def test_random_search_finds_what_enumeration_finds(tiny, tmp_path):
 
 
 def nearest_by_bisection(row):
-    """The projection onto the simplex from its optimality condition: sum(max(row - t, 0)) = 1."""
+    """The projection onto the simplex from its optimality condition: sum(max(row - t, 0)) = 1.
+
+    A row whose positive entries sum to less than 1 is scaled instead.
+    """
+    positive = [min(max(value, 0), 1) for value in row]
+    if sum(positive) < 1:
+        return [value / sum(positive) for value in positive]
     low, high = min(row) - 1, max(row)
     for _ in range(200):
         middle = (low + high) / 2
@@ -227,6 +236,7 @@ def nearest_by_bisection(row):
 
 def test_projection_onto_the_simplex():
     rows = torch.randn(20, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows[:5] *= 0.1
     nearest = [nearest_by_bisection(row) for row in rows.tolist()]
     expected = torch.tensor(nearest, dtype=torch.float64)
     torch.testing.assert_close(onto_simplex(rows), expected, rtol=0, atol=1e-12)
@@ -234,6 +244,8 @@ def test_projection_onto_the_simplex():
     barred = onto_simplex(rows)
     assert (barred[:, 2] == 0).all()
     torch.testing.assert_close(barred.sum(-1), torch.ones(20, dtype=torch.float64))
+    nothing = onto_simplex(torch.tensor([-1.0, 0.0, -torch.inf]))
+    assert nothing.tolist() == [0.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
@@ -257,13 +269,13 @@ def test_hardened_rows_lie_on_the_simplex_and_far_enough_from_its_centre(share):
 def test_pgd_goes_back_to_the_best_when_nothing_helps(vocabulary):
     method = PGD(patience=2)
     slot = open_slot(vocabulary, TARGET, 4, method)
-    resets = []
-    slot.reset_moments = lambda: resets.append(slot.step)
+    slot.reset_moments = lambda: pytest.fail("Adam keeps its moments")
     with torch.no_grad():
         state = method.init(slot)
     rows = slot.params["Z"]
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, dtype=torch.float64))
-    seen = []
+    assert 1.9 < float(rows.detach().max() * len(vocabulary)) < 2.5  # of U(0, 1), whose mean is 1/2
+    best = vocabulary.ids(rows.argmax(-1)).tolist()
     for slot.step, loss in enumerate([3.0, 4.0, 5.0]):
         losses = iter([torch.tensor([loss]), None])
 
@@ -274,24 +286,42 @@ def test_pgd_goes_back_to_the_best_when_nothing_helps(vocabulary):
             return Scores(given, torch.zeros(1, 4).long())
 
         step, state = drive(method.step(slot, state), answer)
-        seen.append(rows.detach().clone())
+        assert state.gap == pytest.approx(1 - float(step.loss.detach()) / loss)
         [gradient] = torch.autograd.grad(step.loss, rows)
         norms = torch.linalg.vector_norm(gradient, dim=-1)
         torch.testing.assert_close(norms, torch.full((4,), 20.0, dtype=torch.float64))  # clipped
-        with torch.no_grad():
-            rows -= 0.01 * torch.randn(4, len(vocabulary), dtype=torch.float64)
-    assert resets == [2]
-    assert not torch.equal(seen[1], seen[0])
-    assert torch.equal(seen[2], seen[0])
-    assert state.best_loss == 3.0
+        along = (gradient * rows).sum(-1)  # to scale a row changes nothing
+        torch.testing.assert_close(along, torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-9)
+        if slot.step < 2:
+            with torch.no_grad():
+                rows -= 0.01 * torch.randn(4, len(vocabulary), dtype=torch.float64)
+    assert torch.equal(rows.sort(-1).values[:, -2:], torch.tensor([[0.0, 1.0]] * 4).double())
+    assert vocabulary.ids(rows.argmax(-1)).tolist() == best == state.best_ids.tolist()
+    assert (state.best_loss, state.waited) == (3.0, 0)
 
 
-def test_rate_of_pgd_is_constant_and_then_a_cosine():
-    rates = [PGD._rate(step) for step in (0, 99, 100, 130, 159, 160)]
-    assert rates[:3] == [1, 1, 1]
-    assert rates[3] == pytest.approx((1 + 0.325) / 2)
-    assert 0.325 < rates[4] < 0.33
-    assert rates[5] == 1
+def test_rate_of_pgd_is_constant_and_then_rises_along_a_cosine():
+    rates = [PGD()._rate(step) for step in (0, 99, 100, 130, 159, 160)]
+    assert rates[:3] == pytest.approx([0.11] * 3)
+    assert rates[3] == pytest.approx((0.11 + 0.325) / 2)
+    assert 0.324 < rates[4] < 0.325
+    assert rates[5] == pytest.approx(0.11)
+
+
+@pytest.mark.parametrize("gap", [0.05, 1.0])
+def test_hardening_of_pgd_follows_rate_and_gap(gap, vocabulary, monkeypatch):
+    shares = []
+    monkeypatch.setattr(pgd, "harden", lambda rows, share: shares.append(share) or rows)
+    method = PGD(entropy_factor=0.8, entropy_steps=100)
+    slot = open_slot(vocabulary, TARGET, 4, method)
+    with torch.no_grad():
+        state = method.init(slot)
+    state.before, state.gap = slot.params["Z"].detach().clone(), gap
+    for slot.step in (1, 51, 130):
+        method._project(slot, state)
+    low, middle = 0.11 / 0.325, (0.11 / 0.325 + 1) / 2
+    expected = [0.0, 0.4 * low, 0.8 * middle]
+    assert shares == pytest.approx([pgd.weakened(gap) * share for share in expected])
 
 
 # ---- settings
@@ -318,13 +348,13 @@ def test_settings_that_make_no_sense_are_refused(kind, options):
 
 
 def test_mellowmax_is_log_mean_exp_and_does_not_overflow():
-    losses = torch.tensor([1.0, 2.0, 400.0, 399.0, 0.5], requires_grad=True)
+    losses = torch.tensor([1.0, 2.0, 400.0, 399.0, -300.0], requires_grad=True)
     rows = torch.tensor([0, 0, 1, 1, 2])
     weights = torch.tensor([1.0, 3.0, 1.0, 1.0, 2.0])
     found = row_losses("mellowmax", losses, weights, rows, 3)
     first = math.log((math.e + 3 * math.e**2) / 4)
     second = 400 + math.log((1 + math.exp(-1)) / 2)
-    torch.testing.assert_close(found, torch.tensor([first, second, 0.5]))
+    torch.testing.assert_close(found, torch.tensor([first, second, -300.0]))
     [gradient] = torch.autograd.grad(found.sum(), losses)
     torch.testing.assert_close(gradient[:2].sum(), torch.tensor(1.0))
     assert gradient[2] / gradient[3] == pytest.approx(math.e, rel=1e-4)

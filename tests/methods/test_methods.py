@@ -9,21 +9,20 @@ import torch
 from helpers.lm_calls import counted_calls
 from helpers.methods import SMALL
 from helpers.runs import LossCurve
-from helpers.slots import open_slot, random_ids
+from helpers.slots import drive, open_slot, random_ids
 from lightning.pytorch import Callback
 
 from dlmi import InputError, Inverter
 from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.lm.norm_gradients import scaled_norm_gradients
-from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA
+from dlmi.methods import ADC, DLMI, GBDA, GCG, MAC, PEZ, REINFORCE, SODA
 from dlmi.methods.adc import ADCState, keep_largest, sparsity_counts
-from dlmi.methods.gcg import swapped
 from dlmi.methods.pez import nearness
 from dlmi.methods.soda import DecayingAdam
 from dlmi.run.budget import Budget
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.losses import token_losses
-from dlmi.scoring.passes import Cost, Pass, RelaxedNextToken
+from dlmi.scoring.passes import Cost, Pass, RelaxedNextToken, Scores
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 
@@ -50,6 +49,7 @@ def test_losses_by_hand():
         "cross_entropy": lambda r, j, v: -log_q[r, j, v],
         "margin": lambda r, j, v: log_q[r, j].max() - log_q[r, j, v],
         "hinge": lambda r, j, v: (1 + others[r, j].max() - logits[r, j, v]).clamp_min(0),
+        "mellowmax": lambda r, j, v: -logits[r, j, v],
     }
     for name, per_token in by_hand.items():
         expected = torch.stack([per_token(*pair) for pair in pairs])
@@ -229,17 +229,34 @@ def test_soda_stops_on_the_step_that_its_check_passes(tiny, data, fit):
 # ---- GCG
 
 
-def test_swaps_change_n_positions_to_tokens_that_the_gradient_likes():
-    ids = torch.tensor([0, 1, 2, 3])
-    likely_ids = torch.stack([torch.randperm(20, generator=generator(i))[:3] for i in range(4)])
+@pytest.mark.parametrize("kind", [GCG, MAC])
+def test_swaps_change_n_positions_to_tokens_that_the_gradient_likes(kind, tiny):
+    slot = open_slot(Vocabulary(tiny), Target.single("t", (5, 9), ""), 4)
+    x = torch.tensor([10, 11, 12, 13])
+    likely_ids = 10 + torch.stack(
+        [torch.randperm(15, generator=generator(i))[:3] for i in range(4)]
+    )
     for n_replace in (1, 3):
-        swaps = swapped(ids, likely_ids, 200, n_replace, generator(1))
-        changed = swaps != ids
+        method = kind(search_width=200, n_replace=n_replace, filter_ids=False)
+        swaps = method.candidates(slot, x, likely_ids)
+        changed = swaps != x
         assert (changed.sum(-1) <= n_replace).all()  # a pick may be the token that was there
         assert int(changed.sum(-1).max()) == n_replace
         for position in range(4):
             found = set(swaps[changed[:, position], position].tolist())
-            assert found == set(likely_ids[position].tolist()) - {position}
+            assert found == set(likely_ids[position].tolist()) - {int(x[position])}
+        if kind is MAC:  # x itself is no candidate, and no position has more of them than another
+            assert changed.any(-1).all()
+            counts = method.positions(slot).flatten().bincount(minlength=4)
+            assert counts.tolist() == [50 * n_replace] * 4
+
+
+def test_few_candidates_of_mac_reach_all_positions(tiny):
+    slot = open_slot(Vocabulary(tiny), Target.single("t", (5, 9), ""), 6)
+    method = MAC(search_width=2, n_replace=2)
+    rows = torch.cat([method.positions(slot) for _ in range(30)])
+    assert set(rows.flatten().tolist()) == set(range(6))
+    assert all(len(set(row)) == 2 for row in rows.tolist())
 
 
 def gcg_losses(data, fit, **options):
@@ -322,12 +339,14 @@ def test_keep_largest_keeps_the_counted_entries_and_sums_to_one():
 
 @pytest.mark.parametrize(
     ("sparsity", "length", "total"),
-    [(1.0, 20, 20), (2.5, 20, 50), (1.05, 20, 25), (4.0, 6, 24), (1.5, 3, 6)],
+    [(1.0, 20, 25), (2.5, 20, 50), (2.49, 20, 49), (1.05, 20, 25), (4.0, 6, 29), (1.5, 3, 6)],
 )
 def test_sparsity_counts(sparsity, length, total):
-    counts = sparsity_counts(sparsity, length, generator())
-    assert int(counts.sum()) == total
-    assert int(counts.max() - counts.min()) <= 1
+    """The fraction is rounded down, but at least five rows get one entry more."""
+    counts = sparsity_counts(torch.tensor([sparsity, 3.25]), length, generator())
+    assert counts.shape == (2, length)
+    assert int(counts[0].sum()) == total
+    assert int(counts[0].max() - counts[0].min()) <= 1
 
 
 def test_adc_hardens_as_the_target_comes_right(data, fit):
@@ -345,10 +364,37 @@ def test_adc_hardens_as_the_target_comes_right(data, fit):
     fit(model, data(batch_size=1, per_k=1, k=(2,)), callbacks=[Watch()])
     assert len(entries) > 20
     for count, before in zip(entries[1:], wrong, strict=False):
-        assert count == int(sparsity_counts(min(2.0**before, 31), 5, generator()).sum())
+        sparsity = torch.tensor([min(2.0**before, 31 / 2)])
+        assert count == int(sparsity_counts(sparsity, 5, generator()).sum())
     assert entries[0] == 5 * 31  # dense at first
     assert min(wrong) < wrong[0]
     assert min(entries) < entries[1]  # as sparse as there were wrong tokens at first
+
+
+def test_adc_scores_no_prompt_twice(tiny):
+    """Second best tokens take the place of the best ones, one position at a time."""
+    method = ADC(restarts=2)
+    slot = open_slot(Vocabulary(tiny), Target.single("t", (5, 9), ""), 3, method)
+    with torch.no_grad():
+        state = method.init(slot)
+        slot.params["Z"].copy_(slot.params["Z"][:1].clone().expand(2, -1, -1))
+    first, second = slot.tokens.ids(slot.params["Z"][0].topk(2).indices).T
+    scored = []
+
+    def answer(asked):
+        if not asked.prompts.is_floating_point():
+            scored.extend(asked.prompts.tolist())
+        losses = asked.prompts.flatten(1).sum(-1).double()
+        return Scores(losses, torch.zeros(asked.count, 2).long())
+
+    for slot.step in range(3):
+        state.wrong = None  # the rows stay as they are
+        _, state = drive(method.step(slot, state), answer)
+    one_changed = torch.where(torch.eye(3, dtype=torch.bool), second, first).tolist()
+    assert scored == [first.tolist(), *one_changed]
+    assert len(state.seen) == 4
+    best = min(scored, key=sum)
+    assert state.best_ids.tolist() == best
 
 
 START = torch.softmax(torch.randn(5, 31, generator=generator(), dtype=torch.float64), -1)

@@ -52,11 +52,11 @@ STATES = {
     "autoprompt": (AutoPrompt(), PromptState(IDS)),
     "arca": (ARCA(), ARCAState(IDS, IDS + 1, 1.5)),
     "random search": (RandomSearch(), RandomSearchState(IDS, 0.5, 1.5)),
-    "pgd": (PGD(), PGDState(IDS, 1.5, 3, torch.ones(2, 3), torch.zeros(2, 3))),
+    "pgd": (PGD(), PGDState(IDS, 1.5, 3, 0.25, torch.zeros(2, 3))),
     "reinforce before its first step": (REINFORCE(), REINFORCEState()),
     "reinforce": (REINFORCE(), REINFORCEState(torch.tensor(2.5, dtype=torch.float64))),
     "adc before its first step": (ADC(), ADCState(IDS)),
-    "adc": (ADC(), ADCState(IDS, 1.5, torch.tensor([0.5, 2.0]))),
+    "adc": (ADC(), ADCState(IDS, 1.5, torch.tensor([0.5, 2.0]), {7, -(2**60)})),
     "swap search before its first step": (
         SwapSearch(),
         SwapState(Candidate(IDS, torch.inf, IDS[:0]), 3),
