@@ -81,6 +81,8 @@ class Pass:
     like_ids: Tensor | None = None
     norm_gradient_scale: float = 1.0  # factor on gradients at the LM's norm layers
     is_measured: bool = False  # in the LM's own dtype, whatever other passes are in
+    # Whether the method looks at the scores, which are on the CPU then; None: if there is no graph
+    is_seen: bool | None = None
 
     @property
     def count(self) -> int:
@@ -116,6 +118,7 @@ class Scores:
     # `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
     carried: Tensor | None = None  # with momentum, the gradient and what was carried, (N, d)
+    values: Tensor | None = None  # the losses on the CPU, (C,), if they have a graph and are seen
 
 
 Steps = Generator[Pass, Scores, T]
