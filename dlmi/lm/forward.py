@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dlmi.errors import first_line
 from dlmi.lm.memory import is_out_of_memory
 from dlmi.lm.precision import PassPrecision
-from dlmi.lm.prefix import Prefix
+from dlmi.lm.prefix import Prefix, empty_cache
 
 
 class Forward:
@@ -38,11 +38,12 @@ class Forward:
         cache: Any = None,
         use_cache: bool = False,
         is_compiled: bool = False,
+        can_share: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits of the last positions, (R, T, d) to (R, keep, V), and the cache.
 
         The input comes after a prefix, after a cache, or at the start. Only passes with a gradient
-        and no cache are ever compiled.
+        and no cache are ever compiled. `can_share` says that the model takes a cache of ours.
         """
         rows, device = len(inputs_embeds), inputs_embeds.device
         if prefix is not None and (cache := prefix.cache(rows)) is None:
@@ -52,6 +53,8 @@ class Forward:
         if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
         else:
+            if cache is None and can_share:
+                cache = empty_cache(keeps=use_cache)
             output = self._call(inputs_embeds, keep, cache, use_cache)
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # To the device of the prompts (the head may be on another), in float32 or better.
@@ -59,17 +62,29 @@ class Forward:
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         try:
-            if self._compiled is None:
-                self._compiled = torch.compile(self._run)
+            self._compiled = self._compiled or torch.compile(self._run)
             logits: Tensor = self._compiled(inputs_embeds, keep)
         except Exception as error:  # no C++ compiler, an unsupported layer, ...
             if is_out_of_memory(error):
                 raise
-            self._can_compile = False
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
+            self._give_up(error)
             return self._run(inputs_embeds, keep)
         return logits
+
+    def gives_up_compiling(self, error: Exception) -> bool:
+        """Stop compiling after an error that may come from it; False if it does not.
+
+        A backward pass is compiled when it runs, so its caller asks this and makes the pass again.
+        """
+        if self._compiled is None or not self._can_compile or is_out_of_memory(error):
+            return False
+        self._give_up(error)
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._can_compile = False
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
 
     def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]

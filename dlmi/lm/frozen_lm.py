@@ -208,7 +208,14 @@ class FrozenLM:
 
     def last_logits(self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None) -> Tensor:
         """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
-        return self._run(inputs_embeds, keep, prefix, is_compiled=self.compile_passes)[0]
+        logits, _ = self._run(
+            inputs_embeds, keep, prefix, is_compiled=self.compile_passes, can_share=self.can_share
+        )
+        return logits
+
+    def gives_up_compiling(self, error: Exception) -> bool:
+        """Whether an error in a backward pass made it stop compiling: then the pass can be redone."""
+        return self.compile_passes and self._run.gives_up_compiling(error)
 
     def packed_logits(
         self,
@@ -268,7 +275,8 @@ class FrozenLM:
         """
         length = target_ids.shape[1]
         inputs_embeds = self._join(prompt_embeds, target_ids)
-        logits, cache = self._run(inputs_embeds, length, prefix, use_cache=True)
+        options = {"use_cache": True, "can_share": self.can_share}
+        logits, cache = self._run(inputs_embeds, length, prefix, **options)
         output_ids = logits.argmax(-1)
         # The number of right tokens before the first mistake of any row.
         right = int((output_ids == target_ids).cumprod(-1).sum(-1).min())
@@ -332,7 +340,8 @@ class FrozenLM:
         choose = next_embeds or (lambda logits, step: self.embed(logits.argmax(dim=-1)))
         for step in range(num_tokens):
             inputs_embeds = inputs_embeds.to(self.dtype)
-            logits, cache = self._run(inputs_embeds, 1, prefix, cache, use_cache=True)
+            options = {"use_cache": True, "can_share": self.can_share}
+            logits, cache = self._run(inputs_embeds, 1, prefix, cache, **options)
             prefix = None  # now in the cache
             yield logits
             if step + 1 < num_tokens:

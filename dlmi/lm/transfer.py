@@ -21,7 +21,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     away.sort(key=lambda i: -tensors[i].element_size())
     if not away:
         return found
-    raw = [tensors[i].detach().reshape(-1).view(torch.uint8) for i in away]
+    raw = [tensors[i].detach().flatten().contiguous().view(torch.uint8) for i in away]
     parts = torch.split(torch.cat(raw).to(device), [len(own) for own in raw])
     for i, part in zip(away, parts, strict=True):
         found[i] = part.view(tensors[i].dtype).view(tensors[i].shape)

@@ -29,17 +29,20 @@ from dlmi.tokens.vocabulary import Vocabulary
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
 
 
-def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
+def keep_largest(rows: Tensor, counts: Tensor, counts_there: Tensor | None = None) -> Tensor:
     """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
 
-    Each row keeps as many as `counts`, (...), says; -inf bars an entry.
+    Each row keeps as many as `counts`, (...), says, which is on the CPU; `counts_there` is the same
+    where the rows are. -inf bars an entry.
     """
     if int(counts.min()) >= rows.shape[-1]:
         positive = _made_positive(rows)
         return positive / positive.sum(-1, keepdim=True)
     most = min(int(counts.max()), rows.shape[-1])
     values, columns = rows.topk(most, dim=-1)
-    kept = _made_positive(values) * (torch.arange(most, device=rows.device) < counts[..., None])
+    there = counts.to(rows.device) if counts_there is None else counts_there
+    is_kept = torch.arange(most, device=rows.device) < there[..., None]
+    kept = _made_positive(values) * is_kept
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
 
 
@@ -119,12 +122,15 @@ class ADC(Relaxation[ADCState]):
             best_ids, best_loss = state.best_ids, state.best_loss
         embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
         scale = self.norm_gradient_scale
-        relaxed = yield Pass(embeds, slot.examples, self.loss, norm_gradient_scale=scale)
+        relaxed = yield Pass(
+            embeds, slot.examples, self.loss, norm_gradient_scale=scale, is_seen=True
+        )
+        assert relaxed.values is not None
         is_wrong = relaxed.output_ids != relaxed.output_ids.new_tensor(slot.wanted_ids)
         wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
         average = average + self.ema_rate * (wrong - average)
-        losses = relaxed.losses.detach()
+        losses = relaxed.values
         output_ids = relaxed.output_ids[losses.argmin()]
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average)
@@ -132,11 +138,12 @@ class ADC(Relaxation[ADCState]):
     @torch.no_grad()
     def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
         slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
-        for rows, count in zip(slot.params["Z"], wrong.tolist(), strict=True):
-            # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
-            sparsity = min(2.0 ** min(count, 64.0), rows.shape[-1])
-            counts = sparsity_counts(sparsity, slot.length, slot.rng)
-            rows.copy_(keep_largest(rows, counts.to(rows.device)))
+        Z = slot.params["Z"]
+        # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
+        sparsities = [min(2.0 ** min(count, 64.0), Z.shape[-1]) for count in wrong.tolist()]
+        counts = torch.stack([sparsity_counts(s, slot.length, slot.rng) for s in sparsities])
+        for rows, own, there in zip(Z, counts, counts.to(Z.device), strict=True):
+            rows.copy_(keep_largest(rows, own, there))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
         """The best discrete prompt so far."""

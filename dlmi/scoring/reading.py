@@ -114,6 +114,14 @@ class _RowLosses(torch.autograd.Function):
         scale = _HALF_SCALE if torch.float16 in (lm.dtype, lm.precision.dtype) else 1.0
 
         def work(rows: slice) -> None:
+            try:
+                read(rows)
+            except Exception as error:
+                if not lm.gives_up_compiling(error):
+                    raise
+                read(rows)
+
+        def read(rows: slice) -> None:
             tokens = batch.tokens(rows)
             with torch.set_grad_enabled(wants_gradient):
                 part = inputs[tokens].detach().requires_grad_(wants_gradient)
