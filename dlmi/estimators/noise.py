@@ -32,9 +32,7 @@ SIGN_MASK = 0x7FFFFFFF
 UNIT = float(np.nextafter(np.float32(2.0**-31), np.float32(0)))
 
 
-def row_keys(
-    seeds: Sequence[int], samples: int, positions: range, device: torch.device
-) -> Tensor:
+def row_keys(seeds: Sequence[int], samples: int, positions: range, device: torch.device) -> Tensor:
     """Two words for each row of each seed, (2, B*S*N, 1) int32: the mask `a` and the odd `m`.
 
     They are made on the device, from seeds that kernels get as numbers: nothing is copied there.
@@ -104,7 +102,8 @@ def noise_of_rows(keys: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty(len(mask), columns, dtype=dtype, device=keys.device)
     scratch = (torch.empty_like(out, dtype=torch.int32), torch.empty_like(out, dtype=torch.int32))
     words = column_words(columns, keys.device)
-    return minus_gumbel_(out, words, mask, multiplier, scratch).neg_()
+    minus_gumbel_(out, words, mask, multiplier, scratch)
+    return out.neg_()
 
 
 def _mix64(words: Tensor) -> Tensor:

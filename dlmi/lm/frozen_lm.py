@@ -214,7 +214,7 @@ class FrozenLM:
         return logits
 
     def gives_up_compiling(self, error: Exception) -> bool:
-        """Whether an error in a backward pass made it stop compiling: then the pass can be redone."""
+        """Whether an error in a backward pass has ended compiling: then it can be made again."""
         return self.compile_passes and self._run.gives_up_compiling(error)
 
     def packed_logits(

@@ -48,7 +48,7 @@ def rounded_up(size: int) -> int:
     >>> [rounded_up(size) for size in (0, 1, 7, 9, 17, 100, 129)]
     [0, 1, 7, 10, 20, 112, 160]
     """
-    step = 2 ** max(0, (size - 1).bit_length() - 3)
+    step = 1 << max(0, (size - 1).bit_length() - 3)
     return -(-size // step) * step
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 
-class _Layer(DynamicLayer):  # type: ignore[misc]
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that begins with what it is given, not with an empty tensor from the host."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         return key_states, value_states
 
 
-class _PassingLayer(DynamicLayer):  # type: ignore[misc]
+class _PassingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that keeps nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:

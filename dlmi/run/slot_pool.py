@@ -276,8 +276,8 @@ def _bring_to_host(slots: Sequence[Slot]) -> None:
     """Move what an evaluation looks at to the CPU, in one copy for all slots."""
     held: list[dict[str, Tensor]] = []
     for slot in slots:
-        own = {"found_ids": slot.found_ids, "output_ids": slot.output_ids, "loss": slot.loss}
-        held.append({n: t for n, t in (slot.diagnostics | own).items() if t is not None})
+        rest = {"found_ids": slot.found_ids, "output_ids": slot.output_ids, "loss": slot.loss}
+        held.append(slot.diagnostics | {n: t for n, t in rest.items() if t is not None})
     arrived = iter(moved([tensor for own in held for tensor in own.values()], HOST))
     for slot, own in zip(slots, held, strict=True):
         for name in own:

@@ -98,7 +98,7 @@ def _blocks(group: RowGroup) -> Iterator[tuple[slice, Tensor]]:
             for slot, rows in group.split(x):
                 rows.copy_(group.logits[slot][:, columns])
         else:
-            minus_gumbel_(x, words[columns], *group.keys, (word, shifted))
+            minus_gumbel_(x, words[columns], group.keys[0], group.keys[1], (word, shifted))
             for slot, rows in group.split(x):
                 torch.sub(group.logits[slot][:, columns], rows, out=rows)
         yield columns, x.mul_(scale)
