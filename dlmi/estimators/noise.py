@@ -116,7 +116,7 @@ def _mix64(words: Tensor) -> Tensor:
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """A logical shift to the right of int64, which itself shifts its sign in."""
-    return (words >> bits) & (2 ** (64 - bits) - 1)
+    return torch.bitwise_and(words >> bits, 2 ** (64 - bits) - 1)
 
 
 def _signed(word: int) -> int:

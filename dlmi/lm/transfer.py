@@ -21,11 +21,18 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     away.sort(key=lambda i: -tensors[i].element_size())
     if not away:
         return found
-    raw = [tensors[i].detach().flatten().contiguous().view(torch.uint8) for i in away]
+    raw = [_bytes_of(tensors[i]) for i in away]
     parts = torch.split(torch.cat(raw).to(device), [len(own) for own in raw])
     for i, part in zip(away, parts, strict=True):
         found[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
     return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().flatten()
+    if flat.stride() != (1,):  # a view, or a single number out of one
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 class Parcel:

@@ -27,23 +27,35 @@ from dlmi.scoring.passes import Pass, Steps
 from dlmi.tokens.vocabulary import Vocabulary
 
 _MINIMUM_LARGER_ROWS = 5  # rows that get one entry more when s is not whole
+_BITS = 62  # of an int64 that hold flags
 
 
-def keep_largest(rows: Tensor, counts: Tensor, counts_there: Tensor | None = None) -> Tensor:
+def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
     """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
 
-    Each row keeps as many as `counts`, (...), says, which is on the CPU; `counts_there` is the same
-    where the rows are. -inf bars an entry.
+    Each row keeps as many as `counts`, (...), on the CPU, says; -inf bars an entry.
     """
     if int(counts.min()) >= rows.shape[-1]:
         positive = _made_positive(rows)
         return positive / positive.sum(-1, keepdim=True)
     most = min(int(counts.max()), rows.shape[-1])
     values, columns = rows.topk(most, dim=-1)
-    there = counts.to(rows.device) if counts_there is None else counts_there
-    is_kept = torch.arange(most, device=rows.device) < there[..., None]
+    is_kept = torch.arange(most, device=rows.device) < _counts_on(rows.device, counts)[..., None]
     kept = _made_positive(values) * is_kept
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
+
+
+def _counts_on(device: torch.device, counts: Tensor) -> Tensor:
+    """Counts of the CPU on a device, without a copy: kernels get flags as the bits of a number."""
+    parts = []
+    for part in torch.split(counts.flatten(), _BITS):
+        place = torch.arange(len(part), device=device)
+        total = torch.zeros_like(place)
+        for count in sorted(set(part.tolist())):  # mostly two
+            word = sum(1 << i for i, own in enumerate(part.tolist()) if own == count)
+            total += count * (torch.full_like(place, word) >> place & 1)
+        parts.append(total)
+    return torch.cat(parts).view(counts.shape)
 
 
 def _made_positive(entries: Tensor) -> Tensor:
@@ -141,9 +153,9 @@ class ADC(Relaxation[ADCState]):
         Z = slot.params["Z"]
         # Beyond the vocabulary nothing is cut; a bounded exponent keeps the power finite.
         sparsities = [min(2.0 ** min(count, 64.0), Z.shape[-1]) for count in wrong.tolist()]
-        counts = torch.stack([sparsity_counts(s, slot.length, slot.rng) for s in sparsities])
-        for rows, own, there in zip(Z, counts, counts.to(Z.device), strict=True):
-            rows.copy_(keep_largest(rows, own, there))
+        for rows, sparsity in zip(Z, sparsities, strict=True):
+            counts = sparsity_counts(sparsity, slot.length, slot.rng)
+            rows.copy_(keep_largest(rows, counts))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
         """The best discrete prompt so far."""
