@@ -137,12 +137,11 @@ class ADC(Relaxation[ADCState]):
         relaxed = yield Pass(
             embeds, slot.examples, self.loss, norm_gradient_scale=scale, is_seen=True
         )
-        assert relaxed.values is not None
         is_wrong = relaxed.output_ids != relaxed.output_ids.new_tensor(slot.wanted_ids)
         wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
         average = average + self.ema_rate * (wrong - average)
-        losses = relaxed.values
+        losses = relaxed.seen_losses
         output_ids = relaxed.output_ids[losses.argmin()]
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average)

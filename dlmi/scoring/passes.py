@@ -120,6 +120,11 @@ class Scores:
     carried: Tensor | None = None  # with momentum, the gradient and what was carried, (N, d)
     values: Tensor | None = None  # the losses on the CPU, (C,), if they have a graph and are seen
 
+    @property
+    def seen_losses(self) -> Tensor:
+        """The losses without a graph, (C,); on the CPU where the method looks at them."""
+        return self.losses.detach() if self.values is None else self.values
+
 
 Steps = Generator[Pass, Scores, T]
 
