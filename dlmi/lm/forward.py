@@ -24,6 +24,7 @@ class Forward:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
         self._can_compile = True
+        self.takes_caches = False  # whether it is known that a cache of ours is like its own
         # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
         # multiply one by one, reading the whole head for each.
         model.get_output_embeddings().register_forward_pre_hook(
@@ -38,12 +39,11 @@ class Forward:
         cache: Any = None,
         use_cache: bool = False,
         is_compiled: bool = False,
-        can_share: bool = False,
     ) -> tuple[Tensor, Any]:
         """Logits of the last positions, (R, T, d) to (R, keep, V), and the cache.
 
         The input comes after a prefix, after a cache, or at the start. Only passes with a gradient
-        and no cache are ever compiled. `can_share` says that the model takes a cache of ours.
+        and no cache are ever compiled.
         """
         rows, device = len(inputs_embeds), inputs_embeds.device
         if prefix is not None and (cache := prefix.cache(rows)) is None:
@@ -53,7 +53,7 @@ class Forward:
         if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
         else:
-            if cache is None and can_share:
+            if cache is None and self.takes_caches:
                 cache = empty_cache(keeps=use_cache)
             output = self._call(inputs_embeds, keep, cache, use_cache)
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)

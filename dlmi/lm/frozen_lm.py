@@ -142,7 +142,9 @@ class FrozenLM:
     @functools.cached_property
     def can_share(self) -> bool:
         """Whether keys and values of its cache can be shared and cut, tried on one token."""
-        return self.read_prefix(self.prompt_token_ids[:1].to(self.device)).layers is not None
+        one = self.read_prefix(self.prompt_token_ids[:1].to(self.device))
+        self._run.takes_caches = one.layers is not None
+        return self._run.takes_caches
 
     @functools.cached_property
     def can_pack(self) -> bool:
@@ -208,10 +210,7 @@ class FrozenLM:
 
     def last_logits(self, inputs_embeds: Tensor, keep: int, prefix: Prefix | None = None) -> Tensor:
         """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
-        logits, _ = self._run(
-            inputs_embeds, keep, prefix, is_compiled=self.compile_passes, can_share=self.can_share
-        )
-        return logits
+        return self._run(inputs_embeds, keep, prefix, is_compiled=self.compile_passes)[0]
 
     def gives_up_compiling(self, error: Exception) -> bool:
         """Whether an error in a backward pass has ended compiling: then it can be made again."""
@@ -275,8 +274,7 @@ class FrozenLM:
         """
         length = target_ids.shape[1]
         inputs_embeds = self._join(prompt_embeds, target_ids)
-        options = {"use_cache": True, "can_share": self.can_share}
-        logits, cache = self._run(inputs_embeds, length, prefix, **options)
+        logits, cache = self._run(inputs_embeds, length, prefix, use_cache=True)
         output_ids = logits.argmax(-1)
         # The number of right tokens before the first mistake of any row.
         right = int((output_ids == target_ids).cumprod(-1).sum(-1).min())
@@ -340,8 +338,7 @@ class FrozenLM:
         choose = next_embeds or (lambda logits, step: self.embed(logits.argmax(dim=-1)))
         for step in range(num_tokens):
             inputs_embeds = inputs_embeds.to(self.dtype)
-            options = {"use_cache": True, "can_share": self.can_share}
-            logits, cache = self._run(inputs_embeds, 1, prefix, cache, **options)
+            logits, cache = self._run(inputs_embeds, 1, prefix, cache, use_cache=True)
             prefix = None  # now in the cache
             yield logits
             if step + 1 < num_tokens:
