@@ -77,11 +77,11 @@ class _SearchClock(Callback):
 
             return run
 
-        def is_gradient(passes: Sequence[Any]) -> str:
-            return "gradient" if passes[0].has_gradient else "candidates"
+        def kind(plan: Any) -> str:
+            return "gradient" if plan.passes[0].has_gradient else "candidates"
 
         pl_module.training_step = timed(pl_module.training_step, lambda *batch: "steps")
-        engine._read = timed(engine._read, is_gradient)
+        engine._read = timed(engine._read, kind)
         pl_module.evaluate = timed(pl_module.evaluate, lambda slots: "evaluation")
         self._hooks = [
             model.register_forward_pre_hook(self._count, with_kwargs=True) for model in self.models
@@ -126,18 +126,16 @@ def time_search(
     operations = 2 * sum(parameter.numel() for parameter in lm.model.parameters())  # of a token
     seconds = clock.seconds["all"]
     speed = clock.token_passes / seconds
+    shares = {name: clock.seconds.get(name, 0.0) / seconds for name in _PARTS}
     return SearchTimes(
-        length,
-        len(targets[0].ids),
-        len(targets),
-        reader.dtype_name,
-        seconds / clock.steps,
-        speed,
-        *(
-            clock.seconds.get(name, 0) / seconds
-            for name in ("evaluation", "gradient", "candidates")
-        ),
-        clock.calls / clock.steps,
-        clock.tokens / clock.calls,
-        speed * operations / matmul_flops(lm.device, reader.dtype, _PRODUCT),
+        prompt_length=length,
+        target_length=len(targets[0].ids),
+        slots=len(targets),
+        pass_dtype=reader.dtype_name,
+        seconds_per_step=seconds / clock.steps,
+        token_passes_per_second=speed,
+        **shares,
+        calls_per_step=clock.calls / clock.steps,
+        tokens_per_call=clock.tokens / clock.calls,
+        matmul_share=speed * operations / matmul_flops(lm.device, reader.dtype, _PRODUCT),
     )

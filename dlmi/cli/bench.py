@@ -32,8 +32,10 @@ textbook: a plain implementation of the method, in a process of its own.
 """
 _SECONDS = ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step")
 _MEMORY = ("N", "M", "S", "this tool", "LM's pass", "textbook", "token-passes/s", "of matmul speed")
-_SEARCH = ("N", "M", "slots", "passes in", "seconds", "token-passes/s", "of matmul speed")
-_SEARCH += ("evaluation", "gradient", "candidates", "LM calls", "tokens a call")
+_SEARCH = (
+    *("N", "M", "slots", "passes in", "seconds", "token-passes/s", "of matmul speed"),
+    *("evaluation", "gradient", "candidates", "LM calls", "tokens a call"),
+)
 
 
 def make_parser() -> CommandParser:

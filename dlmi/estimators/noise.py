@@ -18,15 +18,12 @@ Axes: S samples, N positions, V columns; a row is one (sample, position).
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Words = npt.NDArray[np.uint64]
-
-_WORD = 0xFFFFFFFF
 MULTIPLIER = 0x846CA68B - 2**32  # of the lowbias32 hash, as a signed word
 SHIFT = 15
 SHIFT_MASK = 0x1FFFF  # what a logical shift of a word by 15 leaves
@@ -35,20 +32,17 @@ SIGN_MASK = 0x7FFFFFFF
 UNIT = float(np.nextafter(np.float32(2.0**-31), np.float32(0)))
 
 
-def row_keys(seed: int, samples: range, positions: range) -> Tensor:
-    """Two words for each row, (2, S*N, 1) int32: the mask `a` and the odd multiplier `m`.
+def row_keys(seeds: Sequence[int], samples: int, positions: range, device: torch.device) -> Tensor:
+    """Two words for each row of each seed, (2, B*S*N, 1) int32: the mask `a` and the odd `m`.
 
-    They are made on the CPU, so that those of many rows go to a device in one copy.
+    They are made on the device, from seeds that kernels get as numbers: nothing is copied there.
     """
-    sample = np.arange(samples.start, samples.stop, dtype=np.uint64)
-    position = np.arange(positions.start, positions.stop, dtype=np.uint64)
-    counter = ((sample << np.uint64(32))[:, None] | position).flatten()
-    start = _mix64(np.array([seed % 2**64], dtype=np.uint64))
-    with np.errstate(over="ignore"):
-        key = _mix64(start + counter)
-    mask = (key >> np.uint64(32)).astype(np.uint32)
-    multiplier = (key & np.uint64(_WORD)).astype(np.uint32) | np.uint32(1)
-    return torch.from_numpy(np.stack([mask, multiplier]).view(np.int32))[:, :, None]
+    sample = torch.arange(samples, device=device) << 32
+    position = torch.arange(positions.start, positions.stop, device=device)
+    start = torch.cat([torch.full((1,), _signed(seed), device=device) for seed in seeds])
+    key = _mix64((_mix64(start)[:, None, None] + (sample[:, None] | position)).flatten())
+    # The lower word; int32 wraps on the way from int64.
+    return torch.stack([(key >> 32).int(), (key | 1).int()])[:, :, None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -58,13 +52,13 @@ def column_words(columns: int, device: torch.device) -> Tensor:
     Where hashes collide (the first time at column 140,572), the first column keeps its word and the
     others are hashed again. So a word does not depend on how many columns come after it.
     """
-    keys = _mix64(np.arange(columns, dtype=np.uint64))
+    keys = _mix64(torch.arange(columns))
     while True:
-        words = (keys >> np.uint64(32)).astype(np.uint32)
-        is_first = np.zeros(columns, dtype=bool)
-        is_first[np.unique(words, return_index=True)[1]] = True
+        words = (keys >> 32).int()
+        is_first = torch.zeros(columns, dtype=torch.bool)
+        is_first[np.unique(words.numpy(), return_index=True)[1]] = True
         if is_first.all():
-            return torch.from_numpy(words.view(np.int32)).to(device)
+            return words.to(device)
         keys[~is_first] = _mix64(keys[~is_first])
 
 
@@ -98,19 +92,33 @@ def gumbel_noise(
 ) -> Tensor:
     """Independent Gumbel(0, 1) draws of a seed, (S, N, V), from position `first` on."""
     samples, positions, columns = shape
-    keys = row_keys(seed, range(samples), range(first, first + positions))
-    mask, multiplier = keys.to(device)
-    out = torch.empty(samples * positions, columns, dtype=dtype, device=device)
+    keys = row_keys([seed], samples, range(first, first + positions), device)
+    return noise_of_rows(keys, columns, dtype).view(shape)
+
+
+def noise_of_rows(keys: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The Gumbel noise of rows, (rows, V), from their keys, (2, rows, 1)."""
+    mask, multiplier = keys
+    out = torch.empty(len(mask), columns, dtype=dtype, device=keys.device)
     scratch = (torch.empty_like(out, dtype=torch.int32), torch.empty_like(out, dtype=torch.int32))
-    minus_gumbel_(out, column_words(columns, device), mask, multiplier, scratch)
-    return out.neg_().view(shape)
+    words = column_words(columns, keys.device)
+    minus_gumbel_(out, words, mask, multiplier, scratch)
+    return out.neg_()
 
 
-def _mix64(words: Words) -> Words:
-    """The finaliser of splitmix64."""
-    with np.errstate(over="ignore"):
-        x: Words = words + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return x
+def _mix64(words: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64, whose products wrap."""
+    x = words + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of int64, which itself shifts its sign in."""
+    return torch.bitwise_and(words >> bits, 2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of a number modulo 2^64."""
+    return (word + 2**63) % 2**64 - 2**63

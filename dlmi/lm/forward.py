@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dlmi.errors import first_line
 from dlmi.lm.memory import is_out_of_memory
 from dlmi.lm.precision import PassPrecision
-from dlmi.lm.prefix import Prefix
+from dlmi.lm.prefix import Prefix, empty_cache
 
 
 class Forward:
@@ -24,6 +24,7 @@ class Forward:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
         self._can_compile = True
+        self.takes_caches = False  # whether it is known that a cache of ours is like its own
         # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
         # multiply one by one, reading the whole head for each.
         model.get_output_embeddings().register_forward_pre_hook(
@@ -52,6 +53,8 @@ class Forward:
         if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
         else:
+            if cache is None and self.takes_caches:
+                cache = empty_cache(keeps=use_cache)
             output = self._call(inputs_embeds, keep, cache, use_cache)
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # To the device of the prompts (the head may be on another), in float32 or better.
@@ -59,17 +62,29 @@ class Forward:
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         try:
-            if self._compiled is None:
-                self._compiled = torch.compile(self._run)
+            self._compiled = self._compiled or torch.compile(self._run)
             logits: Tensor = self._compiled(inputs_embeds, keep)
         except Exception as error:  # no C++ compiler, an unsupported layer, ...
             if is_out_of_memory(error):
                 raise
-            self._can_compile = False
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
+            self._give_up(error)
             return self._run(inputs_embeds, keep)
         return logits
+
+    def gives_up_compiling(self, error: Exception) -> bool:
+        """Stop compiling after an error that may come from it; False if it does not.
+
+        A backward pass is compiled when it runs, so its caller asks this and makes the pass again.
+        """
+        if self._compiled is None or not self._can_compile or is_out_of_memory(error):
+            return False
+        self._give_up(error)
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._can_compile = False
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
 
     def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]

@@ -21,7 +21,7 @@ from dlmi.errors import InputError
 from dlmi.lm import checks, generation
 from dlmi.lm.forward import Forward
 from dlmi.lm.memory import RowsPerPass
-from dlmi.lm.packed import PackedPass, PackedRow, packed_attention, packs_right
+from dlmi.lm.packed import PackedLayout, PackedPass, packed_attention, packs_right
 from dlmi.lm.placement import fingerprint, quantized_bits
 from dlmi.lm.precision import PassPrecision
 from dlmi.lm.prefix import Layers, Prefix, make_cache, read_layers
@@ -142,7 +142,9 @@ class FrozenLM:
     @functools.cached_property
     def can_share(self) -> bool:
         """Whether keys and values of its cache can be shared and cut, tried on one token."""
-        return self.read_prefix(self.prompt_token_ids[:1].to(self.device)).layers is not None
+        one = self.read_prefix(self.prompt_token_ids[:1].to(self.device))
+        self._run.takes_caches = one.layers is not None
+        return self._run.takes_caches
 
     @functools.cached_property
     def can_pack(self) -> bool:
@@ -210,10 +212,14 @@ class FrozenLM:
         """Logits of the last positions of any input: (R, T, d) to (R, keep, V)."""
         return self._run(inputs_embeds, keep, prefix, is_compiled=self.compile_passes)[0]
 
+    def gives_up_compiling(self, error: Exception) -> bool:
+        """Whether an error in a backward pass has ended compiling: then it can be made again."""
+        return self.compile_passes and self._run.gives_up_compiling(error)
+
     def packed_logits(
         self,
         inputs_embeds: Tensor,
-        rows: Sequence[PackedRow],
+        layout: PackedLayout,
         prefixes: Sequence[Prefix] = (),
         captures: bool = False,
     ) -> tuple[Tensor, list[Layers]]:
@@ -222,14 +228,17 @@ class FrozenLM:
         With `captures`, also the keys and values of each row.
         """
         layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
-        now = PackedPass(rows, layers, self.device, captures)
+        now = PackedPass(layout, layers, captures)
+        inputs_embeds = inputs_embeds.to(self.dtype)
+        if padding := layout.tokens - len(inputs_embeds):
+            inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, padding))
         with self.precision.around_pass(self.device.type), packed_attention(self.model, now):
             logits: Tensor = self.model(
-                inputs_embeds=inputs_embeds[None].to(self.dtype),
+                inputs_embeds=inputs_embeds[None],
                 position_ids=now.position_ids,
                 use_cache=False,
                 logits_to_keep=now.kept,
-            ).logits[0]
+            ).logits[0, : layout.num_kept]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), now.captured()
 
     def free_run(

@@ -42,6 +42,32 @@ class RowsPerPass:
         # Of each device: the memory of a token's graph and the free memory, in bytes
         self._room: list[tuple[float, int]] | None = None
 
+    def slices(
+        self,
+        lm: Any,
+        rows: int,
+        tokens: int,
+        keep: int,
+        gradient: bool = False,
+        is_packed: bool = False,
+    ) -> list[slice]:
+        """Which rows go through the LM at once, if memory does not run out.
+
+        Args:
+            lm: The `FrozenLM` of the passes.
+            rows: Number of rows.
+            tokens: Tokens of a row, on average if they are packed.
+            keep: Positions of a row with logits.
+            gradient: Whether the passes keep a graph.
+            is_packed: Whether rows of different lengths run in one packed pass.
+        """
+        limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
+        if is_packed and self.setting == "auto" and lm.device.type == "cpu":
+            limit = min(limit, max(1, _PACKED_TOKENS // tokens))
+        passes = -(-rows // limit)
+        size = -(-rows // passes)  # as even as possible: fewer shapes, fuller passes
+        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
     def run(
         self,
         lm: Any,
@@ -52,22 +78,11 @@ class RowsPerPass:
         gradient: bool = False,
         is_packed: bool = False,
     ) -> None:
-        """Call `work` on slices of the rows, halved when memory runs out.
+        """Call `work` on `slices` of the rows, halved when memory runs out.
 
-        Args:
-            lm: The `FrozenLM` of the passes.
-            rows: Number of rows.
-            tokens: Tokens of a row, on average if they are packed.
-            keep: Positions of a row with logits.
-            work: Processes some rows; called again for rows that it did not finish.
-            gradient: Whether it keeps a graph.
-            is_packed: Whether rows of different lengths run in one packed pass.
+        It is called again for rows that it did not finish.
         """
-        limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
-        if is_packed and self.setting == "auto" and lm.device.type == "cpu":
-            limit = min(limit, max(1, _PACKED_TOKENS // tokens))
-        passes = -(-rows // limit)
-        size, start = -(-rows // passes), 0  # as even as possible: fewer shapes, fuller passes
+        size, start = self.slices(lm, rows, tokens, keep, gradient, is_packed)[0].stop, 0
         while start < rows:
             try:
                 work(slice(start, min(start + size, rows)))
@@ -152,7 +167,11 @@ def free_memory(device: torch.device) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU."""
-    messages = ("can't allocate memory", "not enough memory")
+    messages = (
+        *("can't allocate memory", "not enough memory"),  # of the CPU
+        # Of libraries that allocate beside PyTorch, and of the driver
+        *("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED"),
+    )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
         message in str(error) for message in messages
     )

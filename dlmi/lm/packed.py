@@ -4,7 +4,8 @@ The rows are concatenated into a single sequence, so norms, projections, MLPs an
 tokens only. Attention alone is laid out as (prefixes, rows, tokens): each query reads the keys of
 its row's prefix, which all rows after it share without copies, up to the tokens that the row has in
 common with it, and then its own row, causally. One softmax covers both. Padding is on the right,
-where no query of a real token reads.
+where no query of a real token reads. Off the CPU all sizes are rounded up to a few, with padding
+that nothing real reads, so that a compiler or a recorded graph sees few shapes.
 
 The attention function is registered with transformers' `AttentionInterface` and named in the
 model's config for the duration of a pass. Gradients go through it.
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from dlmi.lm.prefix import Layers, Prefix
+from dlmi.lm.transfer import Parcel
 
 _NAME = "dlmi_packed"
 
@@ -39,32 +42,41 @@ class PackedRow:
     shared: int = 0  # how many first tokens of that prefix it reads
 
 
-class PackedPass:
-    """The layout of one pass, made once for all layers.
+def rounded_up(size: int) -> int:
+    """The next of a few sizes: four between a power of two and its double.
+
+    >>> [rounded_up(size) for size in (0, 1, 7, 9, 17, 100, 129)]
+    [0, 1, 7, 10, 20, 112, 160]
+    """
+    step = 1 << max(0, (size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+class PackedLayout:
+    """How the rows of a pass lie, made on the host and sent with what else the pass needs.
 
     Args:
         rows: The rows in the order in which they are concatenated.
-        prefixes: Keys and values of the prefixes, one row each.
-        device: The device of the pass.
-        captures: Whether to keep the keys and values of the rows.
+        parcel: What takes its integers to the device.
+
+    Attributes:
+        lengths: Tokens of each row.
+        tokens: Packed tokens with padding, L.
+        width: Tokens of a prefix with padding, W.
+        size: B, C and T, with padding.
+        num_kept: Positions with logits, without padding.
+        is_even: Whether packed tokens and layout are in the same order.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[PackedRow],
-        prefixes: Sequence[Layers],
-        device: torch.device,
-        captures: bool = False,
-    ) -> None:
+    def __init__(self, rows: Sequence[PackedRow], parcel: Parcel) -> None:
+        fit = (lambda size: size) if parcel.device.type == "cpu" else rounded_up
         lengths, keep, prefix, shared = torch.tensor(
             [(row.length, row.keep, row.prefix, row.shared) for row in rows]
         ).T
-        self._lengths: list[int] = lengths.tolist()
-        self._captured: list[tuple[Tensor, Tensor]] | None = [] if captures else None
-        self._prefixes = prefixes
-        self._width = int(shared.max())
+        self.lengths: list[int] = lengths.tolist()
+        self.width = fit(int(shared.max()))
         counts = prefix.bincount(minlength=1)
-        size = (len(counts), int(counts.max()), int(lengths.max()))  # B, C, T
+        size = (fit(len(counts)), fit(int(counts.max())), fit(int(lengths.max())))
         order = prefix.argsort(stable=True)
         column = torch.empty_like(prefix)
         column[order] = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[prefix[order]]
@@ -77,20 +89,40 @@ class PackedPass:
         seen = torch.zeros(size[:2], dtype=torch.long)
         seen[prefix, column] = shared
         ends = (start + lengths - keep.cumsum(0)).repeat_interleave(keep)
-        parts = [
-            shared.repeat_interleave(lengths) + within,  # position ids, (L,)
-            place.repeat_interleave(lengths) + within,  # layout to packed, (L,)
-            ends + torch.arange(len(ends)),  # positions with logits
+        self.size = size
+        self.tokens = fit(len(within))
+        self.num_kept = len(ends)
+        self.is_even = self.tokens == padded.numel() and torch.equal(place, start)
+        more, more_kept = (0, self.tokens - len(within)), (0, fit(len(ends)) - len(ends))
+        self.arrived = parcel.add(
+            F.pad(shared.repeat_interleave(lengths) + within, more),  # position ids, (L,)
+            F.pad(place.repeat_interleave(lengths) + within, more),  # layout to packed, (L,)
+            F.pad(ends + torch.arange(len(ends)), more_kept),  # positions with logits
             padded.flatten(),  # packed to layout, (B * C * T,)
-            seen.flatten(),  # prefix tokens that each row reads, (B * C,)
-        ]
-        on_device = torch.cat(parts).to(device)  # one copy for all
-        positions, self._unpad, self.kept, self._pad, seen = torch.split(
-            on_device, list(map(len, parts))
+            seen,  # prefix tokens that each row reads, (B, C)
         )
+
+
+class PackedPass:
+    """One pass, made once for all layers.
+
+    Args:
+        layout: How its rows lie.
+        prefixes: Keys and values of the prefixes, one row each.
+        captures: Whether to keep the keys and values of the rows.
+    """
+
+    def __init__(
+        self, layout: PackedLayout, prefixes: Sequence[Layers], captures: bool = False
+    ) -> None:
+        self._layout = layout
+        self._captured: list[tuple[Tensor, Tensor]] | None = [] if captures else None
+        self._prefixes = prefixes
+        self._width = layout.width
+        self._size = size = layout.size
+        positions, self._unpad, self.kept, self._pad, seen = layout.arrived()
+        device = positions.device
         self.position_ids = positions[None]
-        self._size = size
-        self._is_even = int(lengths.sum()) == padded.numel() and torch.equal(place, start)
         # Keys that a query may not read, (B, 1, C, 1, T, W + T)
         ones = torch.ones(size[2], size[2], dtype=torch.bool, device=device)
         before = torch.arange(self._width, device=device) >= seen.view(*size[:2], 1, 1)
@@ -109,12 +141,15 @@ class PackedPass:
                 .contiguous()
                 for both in zip(*pairs, strict=True)
             )
+        missing = (0, 0, 0, self._width - keys.shape[2], 0, 0, 0, self._size[0] - len(keys))
+        if any(missing):
+            keys, values = F.pad(keys, missing), F.pad(values, missing)
         return keys.to(like.dtype), values.to(like.dtype)
 
     def _laid_out(self, packed: Tensor) -> Tensor:
         """(1, H, L, h) to (B, C, T, H, h)."""
         rows = packed[0].transpose(0, 1)
-        if not self._is_even:
+        if not self._layout.is_even:
             rows = rows.index_select(0, self._pad)
         return rows.reshape(*self._size, *rows.shape[1:])
 
@@ -143,17 +178,16 @@ class PackedPass:
             mixed = mixed + before.view_as(mixed)
         mixed = mixed.view(b, heads, c, groups, t, -1).permute(0, 2, 4, 1, 3, 5)
         mixed = mixed.reshape(b * c * t, heads * groups, -1)
-        return (mixed if self._is_even else mixed.index_select(0, self._unpad))[None]
+        return (mixed if self._layout.is_even else mixed.index_select(0, self._unpad))[None]
 
     def captured(self) -> list[Layers]:
         """Keys and values of each row, (1, K, T, h), after a pass that captures them."""
         if self._captured is None:
             return []
-        by_layer = [
-            (torch.split(k, self._lengths, 2), torch.split(v, self._lengths, 2))
-            for k, v in self._captured
-        ]
-        return [[(k[row], v[row]) for k, v in by_layer] for row in range(len(self._lengths))]
+        lengths = self._layout.lengths
+        sizes = [*lengths, self._layout.tokens - sum(lengths)]  # the last is padding
+        by_layer = [(torch.split(k, sizes, 2), torch.split(v, sizes, 2)) for k, v in self._captured]
+        return [[(k[row], v[row]) for k, v in by_layer] for row in range(len(lengths))]
 
 
 _running: ContextVar[PackedPass | None] = ContextVar("running", default=None)
@@ -194,9 +228,11 @@ def packs_right(lm: Any, embeds: Tensor) -> bool:
     a state is passed on from token to token. Tried on the embeddings of nine tokens, (9, d).
     """
     prefix, rows = embeds[:4], [(4, embeds[4:]), (2, embeds[5:7])]
-    laid_out = [PackedRow(len(own), 1, shared=shared) for shared, own in rows]
+    parcel = Parcel(lm.device)
+    alone = PackedLayout([PackedRow(4, 1)], parcel)
+    laid_out = PackedLayout([PackedRow(len(own), 1, shared=n) for n, own in rows], parcel)
     try:
-        _, [layers] = lm.packed_logits(prefix, [PackedRow(4, 1)], captures=True)
+        _, [layers] = lm.packed_logits(prefix, alone, captures=True)
         known = [Prefix(torch.arange(4), layers)]
         packed, _ = lm.packed_logits(torch.cat([own for _, own in rows]), laid_out, known)
     except (NotImplementedError, TypeError, ValueError, RuntimeError, AttributeError):

@@ -17,18 +17,49 @@ from transformers.cache_utils import DynamicLayer
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer that begins with what it is given, not with an empty tensor from the host."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values; returns all."""
+        if self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+
+class _PassingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer that keeps nothing."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Keys and values as they are."""
+        return key_states, value_states
+
+
+def empty_cache(keeps: bool = True) -> Any:
+    """A cache without tokens; one that does not keep any makes a pass as if there were none.
+
+    With a cache, transformers does not look whether position ids are those of packed rows, for
+    which the host would have to wait for the device.
+    """
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = _Layer if keeps else _PassingLayer
+    return cache
+
+
 def read_layers(cache: Any) -> Layers | None:
     """The keys and values in a cache; None unless every layer keeps those of all tokens."""
     layers = getattr(cache, "layers", None)
     # A sliding window drops tokens and a recurrent state cannot be cut.
-    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+    if not layers or any(type(layer) not in (DynamicLayer, _Layer) for layer in layers):
         return None
     return [(layer.keys, layer.values) for layer in layers]
 
 
 def make_cache(layers: Layers, length: int, rows: int | None = None) -> Any:
     """A new cache of the first `length` tokens; `rows` expands a single row."""
-    cache = DynamicCache()
+    cache = empty_cache()
     for index, layer in enumerate(layers):
         count = len(layer[0]) if rows is None else rows
         keys, values = (x[:, :, :length].expand(count, -1, -1, -1) for x in layer)

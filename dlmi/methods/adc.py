@@ -22,6 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.lm.norm_gradients import NormGradientScale
+from dlmi.lm.transfer import HOST, moved
 from dlmi.methods.base import Relaxation, Step, simplex_prompt
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
@@ -29,21 +30,36 @@ from dlmi.scoring.passes import Pass, Steps
 from dlmi.tokens.vocabulary import Vocabulary
 
 _MINIMUM_LARGER_ROWS = 5  # rows that keep one entry more than the whole part of s
+_BITS = 62  # of an int64 that hold flags
 
 
 def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
     """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
 
-    Each row keeps as many as `counts`, (...), says; -inf bars an entry.
+    Each row keeps as many as `counts`, (...), on the CPU, says; -inf bars an entry.
     """
     most = min(int(counts.max()), rows.shape[-1])
     values, columns = rows.topk(most, dim=-1, sorted=False)  # to sort many takes long
     kept = (values.relu() + 1e-6).masked_fill_(values.isneginf(), 0)
     surplus = most - counts
     lowest = values.topk(int(surplus.max()), dim=-1, largest=False).indices
-    is_kept = torch.arange(lowest.shape[-1], device=rows.device) >= surplus[..., None]
+    order = torch.arange(lowest.shape[-1], device=rows.device)
+    is_kept = order >= _counts_on(rows.device, surplus)[..., None]
     kept.scatter_(-1, lowest, kept.gather(-1, lowest) * is_kept)
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
+
+
+def _counts_on(device: torch.device, counts: Tensor) -> Tensor:
+    """Counts of the CPU on a device, without a copy: kernels get flags as the bits of a number."""
+    parts = []
+    for part in torch.split(counts.flatten(), _BITS):
+        place = torch.arange(len(part), device=device)
+        total = torch.zeros_like(place)
+        for count in sorted(set(part.tolist())):  # mostly two
+            word = sum(1 << i for i, own in enumerate(part.tolist()) if own == count)
+            total += count * (torch.full_like(place, word) >> place & 1)
+        parts.append(total)
+    return torch.cat(parts).view(counts.shape)
 
 
 def sparsity_counts(sparsity: Tensor, length: int, generator: torch.Generator) -> Tensor:
@@ -117,12 +133,14 @@ class ADC(Relaxation[ADCState]):
                 best_ids, best_loss = prompt_ids[best], float(discrete.losses[best])
         embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
         scale = self.norm_gradient_scale
-        relaxed = yield Pass(embeds, slot.examples, self.loss, norm_gradient_scale=scale)
+        relaxed = yield Pass(
+            embeds, slot.examples, self.loss, norm_gradient_scale=scale, is_seen=True
+        )
         is_wrong = relaxed.output_ids != relaxed.output_ids.new_tensor(slot.wanted_ids)
         wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
         average = average + self.ema_rate * (wrong - average)
-        losses = relaxed.losses.detach()
+        losses = relaxed.seen_losses
         output_ids = relaxed.output_ids[losses.argmin()]
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average, seen)
@@ -130,15 +148,16 @@ class ADC(Relaxation[ADCState]):
     def _unseen(self, slot: Slot, seen: set[int]) -> tuple[list[Tensor], set[int]]:
         """The prompts to be scored, (N,), at most one of each restart, and all that were seen."""
         seen, found = set(seen), []
-        for rows in slot.params["Z"].detach():
-            ids = slot.tokens.argmax_ids(rows).cpu()
-            choices = ids[None]
+        restarts = slot.tokens.bar_(slot.params["Z"].detach().clone())  # (R, N, V)
+        values, columns = restarts.topk(min(2, restarts.shape[-1]), dim=-1)
+        top = [slot.tokens.ids(columns), values[..., -1].isfinite()]
+        for rows, ids, has_second in zip(restarts, *moved(top, HOST), strict=True):
+            best, second = slot.tokens.repaired(ids[None, :, 0], rows), ids[:, -1]
+            choices = best
             # Examples that change from step to step are scored anew.
-            if _hash(ids) in seen and not slot.target.is_shared:
-                values, columns = slot.tokens.bar_(rows.clone()).topk(min(2, rows.shape[-1]))
-                second = slot.tokens.ids(columns[:, -1]).cpu()
-                choices = torch.where(torch.eye(slot.length, dtype=torch.bool), second, ids)
-                choices = slot.surviving(choices[values[:, -1].isfinite().cpu()])
+            if _hash(best[0]) in seen and not slot.target.is_shared:
+                choices = torch.where(torch.eye(slot.length, dtype=torch.bool), second, best[0])
+                choices = slot.surviving(choices[has_second])
                 choices = choices[[_hash(choice) not in seen for choice in choices]]
             if len(choices):
                 seen.add(_hash(choices[0]))
@@ -148,8 +167,8 @@ class ADC(Relaxation[ADCState]):
     @torch.no_grad()
     def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
         restarts = slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
-        sparsity = (2.0 ** wrong.cpu()).clamp_max(restarts.shape[-1] / 2).clamp_min(1)
-        counts = sparsity_counts(sparsity, slot.length, slot.rng).to(restarts.device)
+        sparsity = (2.0**wrong).clamp_max(restarts.shape[-1] / 2).clamp_min(1)
+        counts = sparsity_counts(sparsity, slot.length, slot.rng)
         for rows, own in zip(restarts, counts, strict=True):  # one at a time takes less memory
             rows.copy_(keep_largest(rows, own))
 

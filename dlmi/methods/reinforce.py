@@ -77,7 +77,9 @@ class REINFORCE(Relaxation[REINFORCEState]):
         Z = slot.params["Z"]
         columns = sample_columns(Z, self.num_samples, slot.seed())  # (S, N)
         prompts = slot.tokens.ids(columns)
-        scores = yield Pass(prompts, slot.examples, self.loss, self.teacher_forcing)
+        # The losses stay where Z is: they are weights of its gradient.
+        asked = Pass(prompts, slot.examples, self.loss, self.teacher_forcing, is_seen=False)
+        scores = yield asked
         losses, log_probs = scores.losses.to(Z), sample_log_probs(Z, columns)
         average, kept = moving_average(self.baseline, state.average, losses.mean(), self.ema_decay)
         surrogate = score_function_surrogate(losses, log_probs, self.baseline, average)

@@ -78,7 +78,7 @@ class Resume:
         with broken_is_input_error(f"what it holds of target {slot.target.id}"):
             for name in _NAMES:
                 setattr(slot, name, msgspec.convert(saved[name], _TYPES[name]))
-            slot.rng.set_state(saved["rng"])
+            slot.rng.set_state(saved["rng"].cpu())  # wherever it was loaded to
             slot.state = method.restore(saved["state"])
             by_id = {example.id: example for example in slot.target.examples}
             slot.trained_on = tuple(by_id[example_id] for example_id in saved["trained_on"])

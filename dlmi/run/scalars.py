@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -60,7 +61,9 @@ def publish(
     `LightningModule.log` alone would give loggers an evaluation at a later step, never the last
     one, and a chart of the epoch, which is always 0.
     """
-    module.log_dict(dict(scalars), logger=False, batch_size=1)
+    # Lightning would copy each number to the device.
+    values = {name: torch.as_tensor(value) for name, value in scalars.items()}
+    module.log_dict(values, logger=False, batch_size=1)
     trainer = module.trainer
     if to_loggers:
         assert trainer.callback_metrics is not None  # reading it updates it

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlmi.errors import InputError
+from dlmi.lm.transfer import HOST, moved
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.run.budget import Budget, most_reasoned
@@ -166,8 +167,10 @@ class SlotPool(LightningModule):
             if step.loss.requires_grad:
                 total = total + step.loss.to(total)
         if losses:
-            device = max((loss.device for loss in losses), key=lambda d: d.type != "cpu")
-            mean = torch.stack([loss.to(device) for loss in losses]).mean()
+            here = [loss for loss in losses if loss.device == HOST]
+            there = [loss for loss in losses if loss.device != HOST]
+            sums = [torch.stack(own).sum() for own in (here, there) if own]
+            mean = sum(sums[1:], sums[0]) / len(losses)
             publish(self, {"train/loss": mean}, is_log_step(self.trainer))
         return total
 
@@ -205,11 +208,12 @@ class SlotPool(LightningModule):
         found: list[tuple[Slot, str, Tensor]] = []
         for slot in (slot for slot in self.active if slot.loss is not None):
             tensors = {"loss": slot.loss, **{name: p.grad for name, p in slot.params.items()}}
-            found += [(slot, n, t.sum().float()) for n, t in tensors.items() if t is not None]
-        sums = [value.to(found[-1][2].device) for _, _, value in found]
-        numbers = torch.stack(sums).tolist() if sums else []  # one wait for the device
-        for (slot, name, _), number in zip(found, numbers, strict=True):
-            if slot.failure is None and not math.isfinite(number):
+            found += [(slot, n, t.sum()) for n, t in tensors.items() if t is not None]
+        sums = moved([value for _, _, value in found], HOST)  # one wait for the device
+        for (slot, name, _), value in zip(found, sums, strict=True):
+            if name == "loss":
+                slot.loss = value
+            if slot.failure is None and not math.isfinite(number := float(value)):
                 what = f"the loss is {number}" if name == "loss" else f"{name} has no gradient"
                 slot.failure = f"{what} at step {slot.step}"
         for slot, name, _ in found:
@@ -220,12 +224,15 @@ class SlotPool(LightningModule):
 
     def evaluate(self, slots: Sequence[Slot]) -> None:
         """Decode the discrete prompts of slots; a prompt that did not change is not decoded."""
-        new: dict[int, Tensor] = {}
-        for i, slot in enumerate(slots):
+        for slot in slots:
             slot.progress = self.budget.share_used(slot)
             slot.diagnostics = self.method.diagnostics(slot, slot.state)
-            ids = slot.found_ids  # what the last step has found to be exact
-            ids = self.method.prompt_ids(slot, slot.state) if ids is None else ids
+            if slot.found_ids is None:  # what the last step has found to be exact
+                slot.found_ids = self.method.prompt_ids(slot, slot.state)
+        _bring_to_host(slots)
+        new: dict[int, Tensor] = {}
+        for i, slot in enumerate(slots):
+            ids = cast(Tensor, slot.found_ids)
             if slot.last is None or slot.last.prompt_ids != tuple(ids.tolist()):
                 new[i] = ids
         decoded = dict(zip(new, self._decode([slots[i] for i in new], new.values()), strict=True))
@@ -250,7 +257,7 @@ class SlotPool(LightningModule):
         if not slots:
             return []
         engine = self.engine
-        rows = torch.stack([prompt.to(engine.lm.device) for prompt in prompts])
+        rows = torch.stack(list(prompts)).to(HOST)
         targets, steps = [slot.target for slot in slots], [slot.step for slot in slots]
         evaluations = []
         made = evaluate(engine.lm, rows, targets, steps, engine.prefixes)
@@ -263,3 +270,18 @@ class SlotPool(LightningModule):
                 evaluation = replace(evaluation, is_eligible=is_eligible)
             evaluations.append(evaluation)
         return evaluations
+
+
+def _bring_to_host(slots: Sequence[Slot]) -> None:
+    """Move what an evaluation looks at to the CPU, in one copy for all slots."""
+    held: list[dict[str, Tensor]] = []
+    for slot in slots:
+        rest = {"found_ids": slot.found_ids, "output_ids": slot.output_ids, "loss": slot.loss}
+        held.append(slot.diagnostics | {n: t for n, t in rest.items() if t is not None})
+    arrived = iter(moved([tensor for own in held for tensor in own.values()], HOST))
+    for slot, own in zip(slots, held, strict=True):
+        for name in own:
+            if name in slot.diagnostics:
+                slot.diagnostics[name] = next(arrived)
+            else:
+                setattr(slot, name, next(arrived))

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.packed import PackedRow
+from dlmi.lm.packed import PackedLayout, PackedRow
 from dlmi.lm.prefix import Prefix
-from dlmi.scoring.prefixes import PrefixStore
+from dlmi.lm.transfer import Arrived, Parcel
+from dlmi.scoring.prefixes import Ids, PrefixStore
 from dlmi.targets.context import Example
 
 
@@ -58,24 +59,38 @@ def plain_rows(size: int, examples: Iterable[Example], can_share: bool) -> tuple
     return tuple(Row(size, example, ids, len(ids)) for example, ids in kept)
 
 
+@dataclass(frozen=True)
+class Places:
+    """What the device needs of a batch."""
+
+    tokens: Tensor  # where each token is among those of prompts and the fixed ones, (L,)
+    fixed_ids: Tensor  # the fixed tokens, each once
+    target_ids: Tensor  # of all rows, (m,)
+    row_of_target: Tensor  # the row of each target token, (m,)
+    row_of_token: Tensor  # the row of each token, (L,)
+    given_rows: Tensor  # where each given row is now, (R,)
+    given_targets: Tensor  # where its target tokens are now, (m,)
+    owners: Tensor  # the prompt of each row, (R,)
+    prompt_ends: Tensor  # the token after each row's prompt, where that is read whole, (R,)
+
+
 class Batch:
     """Rows in the order of a pass: alike rows side by side, the shortest first.
 
     Args:
         prompts: The rows of each prompt.
-        device: Where the tensors are made, in one copy.
+        device: Where they are read.
 
     Attributes:
         order: Where each row was among the given rows of all prompts.
         rows, owners: The rows, and the prompt of each.
         groups: Slices of alike rows.
         starts, target_starts: Where the tokens, or targets, of each row begin, and the end of all.
-        target_ids: Of all rows, (m,).
-        row_of_target, row_of_token: The row of each target token, (m,), and of each token, (L,).
-        places, target_places: Where each given row, (R,), and its target tokens, (m,), are now.
+        on_host: `on_device`, on the CPU.
     """
 
     def __init__(self, prompts: Sequence[Sequence[Row]], device: torch.device) -> None:
+        self.device = device
         given = [(row, owner) for owner, own in enumerate(prompts) for row in own]
         self.order = sorted(range(len(given)), key=lambda i: given[i][0].kind)
         self.rows = [given[i][0] for i in self.order]
@@ -109,22 +124,33 @@ class Batch:
             [i for i, row in enumerate(self.rows) for _ in range(row.length)],
             places,
             list(itertools.chain.from_iterable(spans)),
+            self.owners,
+            [end - row.keep + 1 for row, end in zip(self.rows, self.starts[1:], strict=True)],
         ]
-        everything = torch.tensor(list(itertools.chain.from_iterable(parts))).to(device)
-        self._index, self._fixed_ids, *tensors = torch.split(
-            everything, [len(part) for part in parts]
-        )
-        self.target_ids, self.row_of_target, self.row_of_token, *back = tensors
-        self.places, self.target_places = back
+        self.on_host = Places(*(torch.tensor(part, dtype=torch.long) for part in parts))
+        self._arrived: Arrived | None = None
+        self._layouts: dict[tuple[int, int], PackedLayout] = {}
+
+    def send(self, parcel: Parcel) -> None:
+        """Let a parcel take it to the device, once."""
+        if self._arrived is None:
+            self._arrived = parcel.add(*vars(self.on_host).values())
+
+    @functools.cached_property
+    def on_device(self) -> Places:
+        """What the device needs of it."""
+        self.send(Parcel(self.device))
+        assert self._arrived is not None
+        return Places(*self._arrived())
 
     def gather(self, lm: FrozenLM, prompt_embeds: Tensor) -> Tensor:
         """What the LM reads, (L, d), from the tokens of all prompts, (C * N, d).
 
         Where these are wider than embeddings, fixed tokens have zeros there.
         """
-        fixed = lm.embed(self._fixed_ids).to(prompt_embeds.dtype)
+        fixed = lm.embed(self.on_device.fixed_ids).to(prompt_embeds.dtype)
         fixed = F.pad(fixed, (0, prompt_embeds.shape[1] - fixed.shape[1]))
-        return torch.cat([prompt_embeds, fixed]).index_select(0, self._index)
+        return torch.cat([prompt_embeds, fixed]).index_select(0, self.on_device.tokens)
 
     def tokens(self, rows: slice) -> slice:
         """Where the tokens of some rows are."""
@@ -139,15 +165,24 @@ class Batch:
         row = self.rows[rows.start]
         return store.read([row.prefix_ids])[0].shortened(row.start) if row.start else None
 
-    def packed(self, rows: slice, store: PrefixStore) -> tuple[list[PackedRow], list[Prefix]]:
-        """How rows are laid out in a packed pass, and their prefixes."""
-        members = self.rows[rows]
-        known = list(dict.fromkeys(row.prefix_ids for row in members if row.start))
-        numbers = {ids: i for i, ids in enumerate(known)}
-        laid_out = [
-            PackedRow(r.length, r.keep, numbers.get(r.prefix_ids, 0), r.start) for r in members
-        ]
-        return laid_out, store.read(known)
+    def prefixes(self, rows: slice, store: PrefixStore) -> list[Prefix]:
+        """The prefixes of the rows of a packed pass."""
+        return store.read(self._prefix_ids(rows))
+
+    def layout(self, rows: slice, parcel: Parcel | None = None) -> PackedLayout:
+        """How rows lie in a packed pass; a parcel takes it to the device, if it is new."""
+        if (rows.start, rows.stop) not in self._layouts:
+            numbers = {ids: i for i, ids in enumerate(self._prefix_ids(rows))}
+            packed = [
+                PackedRow(row.length, row.keep, numbers.get(row.prefix_ids, 0), row.start)
+                for row in self.rows[rows]
+            ]
+            made = PackedLayout(packed, parcel or Parcel(self.device))
+            self._layouts[rows.start, rows.stop] = made
+        return self._layouts[rows.start, rows.stop]
+
+    def _prefix_ids(self, rows: slice) -> list[Ids]:
+        return list(dict.fromkeys(row.prefix_ids for row in self.rows[rows] if row.start))
 
     def run(
         self,
@@ -162,10 +197,20 @@ class Batch:
             def part(cut: slice, first: int = span.start) -> None:
                 work(slice(first + cut.start, first + cut.stop))
 
-            rows = span.stop - span.start
-            tokens, targets = self.tokens(span), self.targets(span)
-            length, keep = (-(-(own.stop - own.start) // rows) for own in (tokens, targets))
-            lm.rows_per_pass.run(lm, rows, length, keep, part, wants_gradient, is_packed)
+            size = self._size(span)
+            lm.rows_per_pass.run(lm, *size, part, wants_gradient, is_packed)
+
+    def lay_out_packed(self, lm: FrozenLM, wants_gradient: bool, parcel: Parcel) -> None:
+        """Make the layouts that a packed run will need, as far as memory can be foreseen."""
+        size = self._size(slice(0, len(self.rows)))
+        for cut in lm.rows_per_pass.slices(lm, *size, wants_gradient, is_packed=True):
+            self.layout(cut, parcel)
+
+    def _size(self, span: slice) -> tuple[int, int, int]:
+        """How many rows there are, and the tokens and targets of a row, on average."""
+        rows = span.stop - span.start
+        tokens, targets = self.tokens(span), self.targets(span)
+        return rows, *(-(-(own.stop - own.start) // rows) for own in (tokens, targets))
 
 
 lay_out = functools.lru_cache(maxsize=16)(Batch)  # slots use the same rows for many steps

@@ -3,26 +3,27 @@
 Passes of one kind (the same loss, decode and direction) become the rows of one batch, so that the
 number of LM calls does not grow with the number of slots. Alike rows run as a plain batch, others
 as one packed pass without padding; an LM that cannot pack reads alike rows together. Soft prompts
-of all slots are embedded in one product with the embedding matrix. What a method looks at comes
-back to the CPU in one copy for all slots; losses with a graph stay on the device.
+of all slots are embedded in one product with the embedding matrix. All that the device needs to
+know goes there in one copy for all slots, and what methods look at comes back in another; losses
+with a graph stay on the device.
 
 Axes: B slots, C prompts of a pass, N prompt tokens, m target tokens of all rows, V tokens a prompt
 may hold, d width.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dlmi.estimators.noise import gumbel_noise
+from dlmi.estimators.noise import noise_of_rows, row_keys
 from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.norm_gradients import NormGradientScale, scaled_norm_gradients
+from dlmi.lm.transfer import HOST, Arrived, Parcel, moved
 from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows
 from dlmi.scoring.fluency import Fluency
 from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
@@ -32,7 +33,16 @@ from dlmi.targets.context import Example
 from dlmi.tokens.vocabulary import Vocabulary
 
 _SPARE_PREFIXES = 8
-_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How passes of one kind are read."""
+
+    passes: Sequence[Pass]
+    reading: Reading
+    ids: Arrived  # the discrete prompts, (C, N) each
+    barred: Arrived | None  # positions and tokens that are no swaps
 
 
 class Engine:
@@ -155,13 +165,14 @@ class Engine:
             rows = itertools.chain.from_iterable(self._rows(asked))
             known = dict.fromkeys(row.prefix_ids for row in rows if row.start)
             prefixes.setdefault(self._store(asked), {}).update(known)
+        parcel = Parcel(self.lm.device)
+        plans = [self._plan([passes[i] for i in own], parcel) for own in kinds.values()]
         for store, wanted in prefixes.items():
-            store.read(list(wanted))  # all that are new, together
+            store.read(list(wanted), parcel)  # all that are new, together
         scores: dict[int, Scores] = {}
-        for members in kinds.values():
-            read = self._read([passes[i] for i in members])
-            scores.update(zip(members, read, strict=True))
-        return _on_host([scores[i] for i in range(len(passes))])
+        for members, plan in zip(kinds.values(), plans, strict=True):
+            scores.update(zip(members, self._read(plan), strict=True))
+        return _on_host(passes, [scores[i] for i in range(len(passes))])
 
     def _kind(self, asked: Pass) -> object:
         """What passes must have in common to be rows of one batch."""
@@ -170,42 +181,50 @@ class Engine:
         gradient = asked.has_gradient, asked.swaps is not None, bool(self._kept_ids(asked))
         return asked.loss, asked.teacher_forcing, next_tau, scale, gradient, self._store(asked)
 
-    def _read(self, passes: Sequence[Pass]) -> list[Scores]:
-        """Passes of one kind."""
+    def _plan(self, passes: Sequence[Pass], parcel: Parcel) -> _Plan:
+        """How passes of one kind are read; what the device needs for it is put into the parcel."""
         kind, store = passes[0], self._store(passes[0])
         rows = tuple(own for asked in passes for own in self._rows(asked))
         is_fleeting = any(asked.like_ids is not None for asked in passes)
         batch = (Batch if is_fleeting else lay_out)(rows, self.lm.device)
-        prompts = self._prompts(passes)  # (C, N, d) each
         reading = Reading(
             store,
             batch,
             kind.loss,
-            self._weights(passes, batch),
+            _weights(passes, batch, parcel),
             kind.teacher_forcing,
             None if kind.next_token is None else self._next_embeds(passes, batch),
             self._fluency,
             [ids for asked in passes for ids in self._kept_ids(asked)],
         )
+        reading.send(parcel, kind.has_gradient)
+        given = [p.prompts for p in passes if isinstance(p.prompts, Tensor)]
+        ids = parcel.add(*(own for own in given if not own.is_floating_point()))
+        return _Plan(passes, reading, ids, _barred(passes, parcel))
+
+    def _read(self, plan: _Plan) -> list[Scores]:
+        """Passes of one kind."""
+        passes, reading = plan.passes, plan.reading
+        kind, store, places = passes[0], reading.store, reading.batch.on_device
+        prompts = self._prompts(plan)  # (C, N, d) each
         scale = kind.norm_gradient_scale if self._scale is None else self._scale
         factor = self.auto_scale if scale == "auto" else scale
         with scaled_norm_gradients(store.lm, factor if kind.has_gradient else 1.0):
             losses, said = reading.losses(torch.cat([own.flatten(0, 1) for own in prompts]))
-        losses, said = losses[batch.places], said[batch.target_places]
+        losses, said = losses[places.given_rows], said[places.given_targets]
         own_losses = torch.split(losses, [p.count * len(p.examples) for p in passes])
         own_ids = torch.split(said, [p.count * p.target_length for p in passes])
         scores = [
             Scores(own.view(asked.count, -1).mean(1), ids.view(asked.count, -1))
             for asked, own, ids in zip(passes, own_losses, own_ids, strict=True)
         ]
-        return scores if kind.swaps is None else self._with_swaps(passes, prompts, scores)
+        return scores if kind.swaps is None else self._with_swaps(plan, prompts, scores)
 
-    def _prompts(self, passes: Sequence[Pass]) -> list[Tensor]:
+    def _prompts(self, plan: _Plan) -> list[Tensor]:
         """Prompts as the LM reads them, (C, N, d); with a penalty, products with its matrix."""
+        passes, ids = plan.passes, iter(plan.ids())
         soft = [p.prompts for p in passes if isinstance(p.prompts, SoftPrompt)]
         made = iter(soft_embeds(soft, self._matrix))
-        given = [p.prompts for p in passes if isinstance(p.prompts, Tensor)]
-        ids = iter(_moved([own for own in given if not own.is_floating_point()], self.lm.device))
         embed = self.lm.embed if self._fluency is None else self._fluency.rows
         found: list[Tensor] = []
         for asked in passes:
@@ -220,37 +239,29 @@ class Engine:
                 found.append(rows.detach().clone().requires_grad_() if is_leaf else rows)
         return found
 
-    def _weights(self, passes: Sequence[Pass], batch: Batch) -> Tensor | None:
-        """Weights of the target tokens of all rows, (m,); None where all are the same."""
-        if all(asked.token_weights is None for asked in passes):
-            return None
-        given = [(asked.token_weights, asked.target_length, asked.count) for asked in passes]
-        parts = [(torch.ones(m) if own is None else own).repeat(count) for own, m, count in given]
-        weights = torch.cat(parts).to(self.lm.device)
-        return torch.empty_like(weights).index_copy_(0, batch.target_places, weights)
-
     def _next_embeds(
         self, passes: Sequence[Pass], batch: Batch
     ) -> Callable[[slice, Tensor, int], Tensor]:
         """Draws the relaxed next tokens of free runs, (r, 1, V) logits to (r, 1, d)."""
-        owners = torch.tensor(batch.owners, device=self.lm.device)
         asked = [(p.next_token, p.count) for p in passes if p.next_token is not None]
+        steps = range(max(row.keep for row in batch.rows))
+        made = [row_keys([n.seed], count, steps, self.lm.device) for n, count in asked]
+        keys = torch.cat([own.view(2, -1, len(steps), 1) for own in made], dim=1)  # (2, C, M, 1)
 
         def next_embeds(rows: slice, logits: Tensor, step: int) -> Tensor:
-            # The noise of all prompts, then some rows of it: they need not be whole slots.
-            width, like = logits.shape[-1], (logits.device, logits.dtype)
-            noise = [gumbel_noise(n.seed, (count, 1, width), *like, step) for n, count in asked]
-            tau = logits.new_tensor([asked[0][0].tau])
-            relaxed = gumbel_softmax(logits, tau, torch.cat(noise)[owners[rows]])
+            own, width = keys[:, batch.on_device.owners[rows], step], logits.shape[-1]
+            noise = noise_of_rows(own, width, logits.dtype).view_as(logits)
+            relaxed = gumbel_softmax(logits, logits.new_full((1,), asked[0][0].tau), noise)
             embeds: Tensor = relaxed @ self.lm.embedding_matrix[:width].to(relaxed.dtype)
             return embeds
 
         return next_embeds
 
     def _with_swaps(
-        self, passes: Sequence[Pass], prompts: Sequence[Tensor], scores: Sequence[Scores]
+        self, plan: _Plan, prompts: Sequence[Tensor], scores: Sequence[Scores]
     ) -> list[Scores]:
         """Scores with the tokens of steepest descent, from one product with the matrix."""
+        passes = plan.passes
         wanted = [asked.swaps for asked in passes if asked.swaps is not None]
         total = torch.cat([own.losses for own in scores]).sum()
         gradients = [own.mean(0) for own in torch.autograd.grad(total, list(prompts))]  # (N, d)
@@ -263,14 +274,10 @@ class Engine:
                 gradient.lerp_(swaps.carried.to(gradient), swaps.momentum)
         promises = -(torch.cat(gradients) @ matrix.T)  # (B * N, V)
         lengths = [asked.length for asked in passes]
-        barred, first = [], 0
         for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)
-            if swaps.barred is not None:
-                barred.append(swaps.barred + torch.tensor([first, 0]))
-            first += len(own)
-        if barred:
-            positions, ids = torch.cat(barred).to(promises.device).T
+        if plan.barred is not None:
+            positions, ids = plan.barred()
             promises[positions, wanted[0].tokens.columns(ids)] = -torch.inf
         most = min(max(swaps.count for swaps in wanted), promises.shape[1])
         gains, columns = promises.topk(most, dim=-1)
@@ -289,20 +296,36 @@ def _whole_ids(prompt: Tensor | SoftPrompt, example: Example) -> Ids:
     return example.context.ids(prompt.flatten().tolist())
 
 
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors on a device, in one copy; ids, fewer than 2**24, are exact in float32."""
-    if all(one.device == device for one in tensors):
-        return list(tensors)
-    dtype = functools.reduce(torch.promote_types, (one.dtype for one in tensors))
-    flat = torch.cat([one.flatten().to(dtype) for one in tensors]).to(device)
-    parts = torch.split(flat, [one.numel() for one in tensors])
-    return [part.view(one.shape).to(one.dtype) for part, one in zip(parts, tensors, strict=True)]
+def _weights(passes: Sequence[Pass], batch: Batch, parcel: Parcel) -> Arrived | None:
+    """Weights of the target tokens of all rows, (m,); None where all are the same."""
+    if all(asked.token_weights is None for asked in passes):
+        return None
+    given = [(asked.token_weights, asked.target_length, asked.count) for asked in passes]
+    parts = [(torch.ones(m) if own is None else own).repeat(count) for own, m, count in given]
+    weights = torch.cat(parts)
+    places = batch.on_host.given_targets
+    return parcel.add(torch.empty_like(weights).index_copy_(0, places, weights))
 
 
-def _on_host(scores: Sequence[Scores]) -> list[Scores]:
-    """The scores; those without a graph on the CPU."""
-    fields = [[] if one.losses.requires_grad else [*vars(one).items()] for one in scores]
-    held = [{name: part for name, part in own if part is not None} for own in fields]
-    moved = iter(_moved([part for own in held for part in own.values()], _CPU))
-    made = [{name: next(moved) for name in own} for own in held]
+def _barred(passes: Sequence[Pass], parcel: Parcel) -> Arrived | None:
+    """Positions of all prompts, one after the other, and tokens that they may not get."""
+    barred, first = [], 0
+    for asked in passes:
+        if asked.swaps is not None and asked.swaps.barred is not None:
+            barred.append(asked.swaps.barred + torch.tensor([first, 0]))
+        first += asked.length
+    return parcel.add(*torch.cat(barred).T) if barred else None
+
+
+def _on_host(passes: Sequence[Pass], scores: Sequence[Scores]) -> list[Scores]:
+    """The scores; what methods look at is on the CPU."""
+    held: list[dict[str, Tensor]] = []
+    for asked, one in zip(passes, scores, strict=True):
+        has_graph = one.losses.requires_grad
+        losses = {"values": one.losses} if has_graph else {"losses": one.losses}
+        seen = {**losses, "output_ids": one.output_ids, "swap_ids": one.swap_ids}
+        is_seen = not has_graph if asked.is_seen is None else asked.is_seen
+        held.append({n: part for n, part in seen.items() if part is not None and is_seen})
+    arrived = iter(moved([part for own in held for part in own.values()], HOST))
+    made = [{name: next(arrived) for name in own} for own in held]
     return [replace(one, **own) for one, own in zip(scores, made, strict=True)]

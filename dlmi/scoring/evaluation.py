@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.transfer import HOST, Parcel, moved
 from dlmi.metrics import lcs_ratio
 from dlmi.scoring.batch import Batch, plain_rows
 from dlmi.scoring.losses import leads, token_losses
@@ -87,25 +88,32 @@ def read_examples(
     done = [example.after(ids) for example, ids in zip(examples, written, strict=True)]
     size = prompts.shape[1]
     batch = Batch([plain_rows(size, [example], lm.can_share) for example in done], lm.device)
-    store = store or PrefixStore(lm, size=len(batch.groups))
-    prompts = prompts.to(lm.device)
+    store, parcel = store or PrefixStore(lm, size=len(batch.groups)), Parcel(lm.device)
+    batch.send(parcel)
+    arrived = parcel.add(prompts)
+    known = dict.fromkeys(row.prefix_ids for row in batch.rows if row.start)
+    store.read(list(known), parcel)  # all that are new, together
+    [prompts] = arrived()
     inputs = batch.gather(lm, (prompts if is_soft else lm.embed(prompts)).flatten(0, 1))
-    found: dict[int, ExampleReading] = {}
+    read: dict[int, tuple[Tensor, ...]] = {}  # by the first of some rows
 
     def work(rows: slice) -> None:
         first, prefix = batch.rows[rows.start], batch.prefix(rows, store)
         embeds = inputs[batch.tokens(rows)].view(-1, first.length, inputs.shape[-1])
-        target_ids = batch.target_ids[batch.targets(rows)].view(-1, first.keep)
+        target_ids = batch.on_device.target_ids[batch.targets(rows)].view(-1, first.keep)
         prompt_embeds = embeds[:, : first.length - first.keep + 1]
         logits, greedy_ids = lm.forced_and_greedy(prompt_embeds, target_ids, prefix)
         losses = token_losses("cross_entropy", logits, target_ids).mean(-1)
         margins = leads(logits, target_ids).amin(-1)
-        columns = (greedy_ids, logits.argmax(-1), losses, margins)
-        values = zip(batch.owners[rows], *(column.tolist() for column in columns), strict=True)
-        for i, greedy, forced, loss, margin in values:
-            found[i] = ExampleReading(tuple(greedy), tuple(forced), loss, margin, written[i])
+        read[rows.start] = (greedy_ids, logits.argmax(-1), losses, margins)
 
     batch.run(lm, work)
+    on_host = iter(moved([column for columns in read.values() for column in columns], HOST))
+    found: dict[int, ExampleReading] = {}
+    for first in read:
+        values = zip(*(next(on_host).tolist() for _ in read[first]), strict=True)
+        for i, (greedy, forced, loss, margin) in zip(batch.owners[first:], values, strict=False):
+            found[i] = ExampleReading(tuple(greedy), tuple(forced), loss, margin, written[i])
     return [found[i] for i in range(len(examples))]
 
 
@@ -155,7 +163,7 @@ def evaluate_alone(
     store: PrefixStore | None = None,
 ) -> Evaluation:
     """One prompt with no batch mates: each example on its own."""
-    ids = torch.tensor([list(prompt_ids)], device=lm.device)
+    ids = torch.tensor([list(prompt_ids)])
     read = [read_examples(lm, ids, [example], store)[0] for example in target.measured]
     return _evaluation(read, prompt_ids, target, step)
 

@@ -82,6 +82,8 @@ class Pass:
     like_ids: Tensor | None = None
     norm_gradient_scale: NormGradientScale = 1.0  # factor on gradients at the LM's norm layers
     is_measured: bool = False  # in the LM's own dtype, whatever other passes are in
+    # Whether the method looks at the scores, which are on the CPU then; None: if there is no graph
+    is_seen: bool | None = None
 
     @property
     def count(self) -> int:
@@ -117,6 +119,12 @@ class Scores:
     # `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
     carried: Tensor | None = None  # with momentum, the average of normalised gradients, (N, d)
+    values: Tensor | None = None  # the losses on the CPU, (C,), if they have a graph and are seen
+
+    @property
+    def seen_losses(self) -> Tensor:
+        """The losses without a graph, (C,); on the CPU where the method looks at them."""
+        return self.losses.detach() if self.values is None else self.values
 
 
 Steps = Generator[Pass, Scores, T]

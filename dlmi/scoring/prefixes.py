@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.packed import PackedRow
+from dlmi.lm.packed import PackedLayout, PackedRow
 from dlmi.lm.prefix import Layers, Prefix
+from dlmi.lm.transfer import Parcel
 from dlmi.targets.context import common_beginning
 
 Ids = tuple[int, ...]
@@ -29,8 +30,8 @@ class PrefixStore:
         self._size = size
         self._kept: dict[Ids, Prefix] = {}  # the one used last is last
 
-    def read(self, wanted: Sequence[Ids]) -> list[Prefix]:
-        """These prefixes, none of them empty."""
+    def read(self, wanted: Sequence[Ids], parcel: Parcel | None = None) -> list[Prefix]:
+        """These prefixes, none of them empty; a parcel takes along what the device needs."""
         new: dict[Ids, Prefix | None] = {}  # with what is known of each
         found: dict[Ids, Prefix] = {}
         for ids in wanted:
@@ -39,7 +40,8 @@ class PrefixStore:
                 new[ids] = known
             else:
                 found[ids] = known
-        for ids, prefix in zip(new, self._read_new(new) if new else (), strict=True):
+        read = self._read_new(new, parcel or Parcel(self.lm.device)) if new else ()
+        for ids, prefix in zip(new, read, strict=True):
             found[ids] = prefix
             self._keep(ids, prefix)
         return [found[ids] for ids in wanted]
@@ -70,7 +72,7 @@ class PrefixStore:
         return self._kept[like].shortened(shared)
 
     @torch.no_grad()
-    def _read_new(self, new: dict[Ids, Prefix | None]) -> list[Prefix]:
+    def _read_new(self, new: dict[Ids, Prefix | None], parcel: Parcel) -> list[Prefix]:
         """Prefixes, after what is known of each: in one pass if the LM can pack rows."""
         lm = self.lm
         rest = [ids[len(known or ()) :] for ids, known in new.items()]
@@ -83,7 +85,8 @@ class PrefixStore:
             PackedRow(len(own), 1, 0 if known is None else next(numbers), len(known or ()))
             for own, known in pairs
         ]
-        flat_ids = torch.tensor([i for own in rest for i in own]).to(lm.device)
+        layout = PackedLayout(rows, parcel)
+        [flat_ids] = parcel.add(torch.tensor([i for own in rest for i in own]))()
         with lm.precision.set_to(None):  # they may be kept for measurements
-            _, layers = lm.packed_logits(lm.embed(flat_ids), rows, before, captures=True)
+            _, layers = lm.packed_logits(lm.embed(flat_ids), layout, before, captures=True)
         return [Prefix.joined(*one) for one in zip(new.values(), rest, layers, strict=True)]

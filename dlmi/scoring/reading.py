@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlmi.lm.transfer import Arrived, Parcel
 from dlmi.scoring.batch import Batch
 from dlmi.scoring.fluency import Fluency, reading_states
 from dlmi.scoring.losses import LossName, row_losses, token_losses
@@ -28,7 +29,7 @@ class Reading:
     store: PrefixStore  # the LM, and the prefixes of the rows
     batch: Batch  # the rows
     loss: LossName = "cross_entropy"  # which loss
-    weights: Tensor | None = None  # weight of each target token, (m,); None: all the same
+    weights: Arrived | None = None  # weight of each target token, (m,); None: all the same
     teacher_forcing: bool = True  # feed the targets' own prefixes; else run freely
     # What a free run of some rows reads next, from logits and step; None: their greedy tokens
     next_embeds: Callable[[slice, Tensor, int], Tensor] | None = None
@@ -36,6 +37,12 @@ class Reading:
     fluency: Fluency | None = None
     # All ids of each given row, whose keys and values are to be kept; () where none are
     kept_ids: Sequence[Ids] = ()
+
+    def send(self, parcel: Parcel, wants_gradient: bool) -> None:
+        """Let a parcel take to the device what it needs there."""
+        self.batch.send(parcel)
+        if self.is_packed:
+            self.batch.lay_out_packed(self.store.lm, wants_gradient, parcel)
 
     def losses(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
         """Losses of rows, (R,), and what was decoded, (m,), from tokens of prompts, (C * N, d)."""
@@ -57,18 +64,20 @@ class Reading:
             (embeds, readouts), watch = fluency.split(inputs), reading_states(lm)
         with watch as seen:
             logits = self._logits(embeds.to(lm.dtype), rows)
-        targets = self.batch.targets(rows)
-        per_token = token_losses(self.loss, logits, self.batch.target_ids[targets])
+        targets, places = self.batch.targets(rows), self.batch.on_device
+        per_token = token_losses(self.loss, logits, places.target_ids[targets])
         weights = torch.ones_like(per_token)
         if self.weights is not None:
-            weights = self.weights[targets].to(per_token)
-        index = self.batch.row_of_target[targets] - rows.start
+            weights = self.weights()[0][targets].to(per_token)
+        index = places.row_of_target[targets] - rows.start
         losses = row_losses(self.loss, per_token, weights, index, rows.stop - rows.start)
         if fluency is not None:
             states = torch.cat(seen, dim=1).flatten(0, 1)
-            places = self._prompt_places(rows).to(inputs.device)
-            before = places[:, :-1].to(states.device)
-            losses = losses + fluency.penalty(states[before], readouts[places])
+            first, size = self.batch.starts[rows.start], self.batch.rows[rows.start].size
+            offsets = torch.arange(-size - first, -first, device=inputs.device)
+            whole = places.prompt_ends[rows, None] + offsets  # where the prompts lie, (r, N)
+            before = whole[:, :-1].to(states.device)
+            losses = losses + fluency.penalty(states[before], readouts[whole])
         return losses, logits.detach().argmax(-1)
 
     def _logits(self, inputs: Tensor, rows: slice) -> Tensor:
@@ -76,7 +85,8 @@ class Reading:
         lm, batch = self.store.lm, self.batch
         if self.is_packed:
             captures = len(self.kept_ids) > 0
-            logits, layers = lm.packed_logits(inputs, *batch.packed(rows, self.store), captures)
+            prefixes = batch.prefixes(rows, self.store)
+            logits, layers = lm.packed_logits(inputs, batch.layout(rows), prefixes, captures)
             for row, own in enumerate(layers, start=rows.start):
                 ids = self.kept_ids[batch.order[row]]
                 self.store.keep_rest(ids, batch.rows[row].start, own)
@@ -90,15 +100,6 @@ class Reading:
         choose = self.next_embeds and functools.partial(self.next_embeds, rows)
         return lm.free_run(prompts, first.keep, choose, prefix).flatten(0, 1)
 
-    def _prompt_places(self, rows: slice) -> Tensor:
-        """Where the prompts of some rows, which are read whole, lie in their tokens, (r, N)."""
-        batch = self.batch
-        ends = [
-            end - batch.starts[rows.start] - row.keep + 1
-            for row, end in zip(batch.rows[rows], batch.starts[rows.start + 1 :], strict=False)
-        ]
-        return torch.tensor(ends)[:, None] + torch.arange(-batch.rows[rows.start].size, 0)
-
 
 class _RowLosses(torch.autograd.Function):
     """Losses of rows; the forward pass already holds their gradients."""
@@ -108,11 +109,19 @@ class _RowLosses(torch.autograd.Function):
         lm, batch = reading.store.lm, reading.batch
         wants_gradient: bool = ctx.needs_input_grad[0]
         losses = inputs.new_empty(len(batch.rows))
-        output_ids = torch.empty_like(batch.target_ids)
+        output_ids = torch.empty_like(batch.on_device.target_ids)
         gradients = torch.empty_like(inputs) if wants_gradient else None
         scale = _HALF_SCALE if torch.float16 in (lm.dtype, lm.precision.dtype) else 1.0
 
         def work(rows: slice) -> None:
+            try:
+                read(rows)
+            except Exception as error:
+                if not lm.gives_up_compiling(error):
+                    raise
+                read(rows)
+
+        def read(rows: slice) -> None:
             tokens = batch.tokens(rows)
             with torch.set_grad_enabled(wants_gradient):
                 part = inputs[tokens].detach().requires_grad_(wants_gradient)
@@ -129,4 +138,4 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradients * by_loss[ctx.batch.row_of_token, None], None
+        return ctx.gradients * by_loss[ctx.batch.on_device.row_of_token, None], None

@@ -25,6 +25,18 @@ def test_kernels_equal_the_plain_path(monkeypatch, case, noisy):
     assert torch.equal(soft_embedding(*problem[:5], hard=True), largest)
 
 
+def test_rows_in_another_order_of_memory(monkeypatch):
+    logits, tau, matrix, seeds, samples, incoming = make("small", torch.float64)
+    problem = (tau, matrix, seeds, samples, incoming)
+    expected = with_gradients(soft_embedding, logits, *problem)
+    turned = [own.detach().T.contiguous().T.requires_grad_() for own in logits]
+    assert not turned[0].is_contiguous()
+    monkeypatch.setattr("dlmi.estimators.soft_embedding._backend", lambda logits: kernels)
+    assert_close(with_gradients(soft_embedding, turned, *problem), expected, 1e-9)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels._launcher(CPU)(None, (1,), turned[0])
+
+
 def test_self_check_tells_a_wrong_backend_from_a_right_one(monkeypatch):
     assert compare_backends(kernels, CPU) < 1e-4
     right = kernels.forward

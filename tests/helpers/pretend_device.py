@@ -30,8 +30,11 @@ _WITH_SCALARS = {
 }
 
 
-# Ops whose result has to be known on the host before it can go on.
-_WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
+# Ops whose result, or its size, has to be known on the host before it can go on.
+_WAITING = {
+    *("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+}
 
 # How often the host has waited for the device (`to_host`), and has sent it something (`to_device`).
 transfers: collections.Counter[str] = collections.Counter()
@@ -143,10 +146,11 @@ def _count(known, args, kwargs):
         elif is_there and not _is_pretend(args[0]):
             transfers["to_device"] += 1
     elif known.name in _WAITING:
-        transfers["to_host"] += 1
+        transfers["to_host"] += kwargs.get("output_size") is None
     elif known.name in _INDEXING:
-        masks = [x for x in args[1] if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
-        transfers["to_host"] += len(masks)
+        indices = [x for x in args[1] if isinstance(x, torch.Tensor)]
+        transfers["to_host"] += sum(x.dtype == torch.bool for x in indices)
+        transfers["to_device"] += sum(x.device.type == "cpu" for x in indices)
 
 
 def _as_tensor(number, others):

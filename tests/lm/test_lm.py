@@ -3,8 +3,12 @@ import torch
 from helpers.tiny_models import KINDS, make_tokenizer
 
 from dlmi import FrozenLM, InputError, load_lm
+from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.lm.norm_gradients import scaled_norm_gradients
+from dlmi.scoring.engine import Engine
 from dlmi.scoring.losses import token_losses
+from dlmi.scoring.passes import Pass
+from dlmi.targets.context import Example
 from dlmi.tokens.vocabulary import Vocabulary
 
 
@@ -124,6 +128,32 @@ def test_what_cannot_be_compiled_runs_as_it_is(tiny, monkeypatch):
     with pytest.warns(UserWarning, match="not compiled.*RuntimeError: no compiler$"):
         logits = lm.target_logits(embeds, target_ids)
     torch.testing.assert_close(logits, lm.target_logits(embeds.detach(), target_ids))
+
+
+class FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("no kernel\nhere")
+
+
+def test_a_backward_pass_that_cannot_be_compiled_is_made_again(tiny, monkeypatch):
+    lm = FrozenLM(tiny.model, tiny.tokenizer)
+    logits = torch.randn(3, len(Vocabulary(lm)), dtype=torch.float64).requires_grad_()
+    asked = Pass(SoftPrompt(logits, logits.new_ones(3)), [Example("one", (3, 4, 5), "")])
+    [expected] = Engine(Vocabulary(lm))([asked])
+    [by_logits] = torch.autograd.grad(expected.losses.sum(), logits)
+    monkeypatch.setattr(
+        torch, "compile", lambda run: lambda *given: FailsBackwards.apply(run(*given))
+    )
+    lm.compile_passes = True
+    with pytest.warns(UserWarning, match="not compiled.*RuntimeError: no kernel$"):
+        [found] = Engine(Vocabulary(lm))([asked])
+    torch.testing.assert_close(found.losses, expected.losses)
+    torch.testing.assert_close(torch.autograd.grad(found.losses.sum(), logits)[0], by_logits)
 
 
 def test_padding_on_the_right_changes_nothing(lm):

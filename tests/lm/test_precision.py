@@ -1,6 +1,5 @@
 """Mixed precision reaches the LM's passes and nothing else."""
 
-
 import pytest
 import torch
 from helpers.methods import make_inverter

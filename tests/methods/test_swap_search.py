@@ -576,7 +576,8 @@ def test_every_relaxation_gains_by_a_search_from_its_best_prompt(name, data, fit
         assert not any(row.exact for row in rows)  # else there would be less to compare
         return sum(min(point.discrete_loss for point in row.trace) for row in rows)
 
-    assert lowest(Refined(FIRST[name], after=0.5)) < 0.95 * lowest(FIRST[name])
+    most = 0.97 if name == "adc" else 0.95  # ADC tries neighbours of its prompts itself
+    assert lowest(Refined(FIRST[name], after=0.5)) < most * lowest(FIRST[name])
 
 
 def test_z_rests_while_the_prompt_is_refined(data, fit):

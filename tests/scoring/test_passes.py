@@ -145,6 +145,12 @@ def test_one_row_that_does_not_fit_is_an_error(tiny):
 def test_other_errors_are_not_taken_for_it():
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert is_out_of_memory(MemoryError())
+    for message in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ):
+        assert is_out_of_memory(RuntimeError(message))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     assert is_out_of_memory(caught.value)

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from dlmi.errors import first_line
+from dlmi.estimators.noise import row_keys
 from dlmi.estimators.soft_embedding import plain
 from dlmi.estimators.soft_embedding.rows import RowSums, row_groups
 
@@ -51,7 +52,11 @@ def soft_embedding(
         num_samples: S.
         hard: Straight-through: the embedding of the largest entry, with the soft one's gradient.
     """
-    embeds: Tensor = _SoftEmbedding.apply(matrix, tau, seeds, num_samples, hard, *logits)  # type: ignore[no-untyped-call]
+    keys = None
+    if seeds is not None:
+        keys = row_keys(seeds, num_samples, range(tau.shape[1]), tau.device)
+    rows = [own.contiguous() for own in logits]  # kernels walk them so
+    embeds: Tensor = _SoftEmbedding.apply(matrix, tau, keys, num_samples, hard, *rows)  # type: ignore[no-untyped-call]
     return embeds
 
 
@@ -59,7 +64,8 @@ def soft_embedding(
 def sample_columns(logits: Tensor, num_samples: int, seed: int) -> Tensor:
     """S independent draws of a column per position from softmax(logits): (N, V) to (S, N)."""
     tau = logits.new_ones(1, len(logits))
-    groups = row_groups([logits], tau, [seed], num_samples)
+    keys = row_keys([seed], num_samples, range(len(logits)), logits.device)
+    groups = row_groups([logits], tau, keys, num_samples)
     return torch.cat([plain.largest_columns(g) for g in groups]).view(num_samples, len(logits))
 
 
@@ -69,7 +75,7 @@ class _SoftEmbedding(torch.autograd.Function):
         ctx: Any,
         matrix: Tensor,
         tau: Tensor,
-        seeds: Sequence[int] | None,
+        keys: Tensor | None,
         num_samples: int,
         hard: bool,
         *logits: Tensor,
@@ -78,24 +84,23 @@ class _SoftEmbedding(torch.autograd.Function):
         sums = RowSums.empty(len(logits) * num_samples * tau.shape[1], matrix.shape[1], logits[0])
         # Autocast is for the LM: a bfloat16 product here would round the gradient of Z away.
         with torch.autocast(matrix.device.type, enabled=False):
-            for group in row_groups(logits, tau, seeds, num_samples):
+            for group in row_groups(logits, tau, keys, num_samples):
                 backend.forward(group, matrix, sums.part(group.span), hard)
-        ctx.save_for_backward(matrix, tau, sums.soft, sums.peak, sums.total, *logits)
-        ctx.options = (seeds, num_samples)
+        ctx.save_for_backward(matrix, tau, keys, sums.soft, sums.peak, sums.total, *logits)
+        ctx.num_samples = num_samples
         embeds = matrix[sums.largest].to(sums.soft.dtype) if hard else sums.soft
         return embeds.view(len(logits), num_samples, tau.shape[1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        matrix, tau, soft, peak, total, *logits = ctx.saved_tensors
-        seeds, num_samples = ctx.options
+        matrix, tau, keys, soft, peak, total, *logits = ctx.saved_tensors
         backend = _backend(logits[0])
         sums = RowSums(soft, peak, total, peak)
         arriving = gradient.reshape(soft.shape)
         logit_gradients = [torch.zeros_like(z) for z in logits]
         tau_gradient = torch.zeros_like(tau) if ctx.needs_input_grad[1] else None
         with torch.autocast(matrix.device.type, enabled=False):
-            for group in row_groups(logits, tau, seeds, num_samples):
+            for group in row_groups(logits, tau, keys, ctx.num_samples):
                 backend.backward(
                     group,
                     matrix,
@@ -139,7 +144,7 @@ def compare_backends(backend: ModuleType, device: torch.device) -> float:
     tau = torch.tensor([[0.5, 1.0, 20.0]], device=device)
     results = []
     for candidate in (plain, backend):
-        [group] = row_groups([logits], tau, [7], 2)
+        [group] = row_groups([logits], tau, row_keys([7], 2, range(3), device), 2)
         sums = RowSums.empty(6, 16, logits)
         candidate.forward(group, matrix, sums, True)
         gradients = [torch.zeros_like(logits)]

@@ -6,7 +6,8 @@ product of the backward pass into gradients. The products are PyTorch's. All sum
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,15 +128,16 @@ def _gradient_kernel(
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`."""
     rows = _row_arguments(group)
+    launch = _launcher(matrix.device)
     for span, own in rows:
         results = (sums.peak[span], sums.total[span], sums.largest[span])
-        _sums_kernel[(span.stop - span.start,)](*own, *results)
+        launch(_sums_kernel, (span.stop - span.start,), *own, *results)
     sums.soft.zero_()
     for first, width in _blocks(group):
         weights = sums.soft.new_empty(group.rows, width)
         for span, own in rows:
             grid = (span.stop - span.start, triton.cdiv(width, _TILE.value))
-            _weights_kernel[grid](*own, sums.peak[span], weights[span], first, width)
+            launch(_weights_kernel, grid, *own, sums.peak[span], weights[span], first, width)
         sums.soft.addmm_(weights, matrix[first : first + width].to(weights.dtype))
     sums.soft.div_(sums.total)
 
@@ -152,12 +154,15 @@ def backward(
     gradient = gradient / sums.total
     means = (gradient * sums.soft).sum(-1, keepdim=True)
     rows = _row_arguments(group)
+    launch = _launcher(matrix.device)
     for first, width in _blocks(group):
         product = gradient @ matrix[first : first + width].to(gradient.dtype).T
         grid = (group.positions, triton.cdiv(width, _TILE.value))
         for (slot, _), (span, own) in zip(group.spans(), rows, strict=True):
             tau_parts = gradient.new_empty(grid)
-            _gradient_kernel[grid](
+            launch(
+                _gradient_kernel,
+                grid,
                 *own,
                 sums.peak[span],
                 means[span],
@@ -172,6 +177,19 @@ def backward(
                 tau_gradient[slot].sub_(tau_parts.sum(-1))
 
 
+def _launcher(device: torch.device) -> Callable[..., None]:
+    """Launches a kernel over a grid on this device; Triton itself takes the current one."""
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        # Kernels find an entry by its row and column alone.
+        if not all(x.is_contiguous() for x in arguments if isinstance(x, Tensor)):
+            raise ValueError("Expected every tensor of a kernel to be contiguous.")
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](*arguments)
+
+    return launch
+
+
 def _blocks(group: RowGroup) -> list[tuple[int, int]]:
     """First column and width of each block that is written."""
     starts = range(0, group.columns, _COLUMNS)
@@ -181,8 +199,8 @@ def _blocks(group: RowGroup) -> list[tuple[int, int]]:
 def _row_arguments(group: RowGroup) -> list[tuple[slice, tuple[Any, ...]]]:
     """The rows of each slot, and what every kernel reads first of them: see `_entries`."""
     words = column_words(group.columns, group.inverse_tau.device)
-    # Without noise nothing is read there.
-    keys = words.expand(group.rows, -1) if group.keys is None else torch.cat(group.keys, dim=1)
+    # Without noise no key is read: any tensor will do.
+    keys = words.new_empty(group.rows) if group.keys is None else torch.cat([*group.keys], dim=1)
     rest = (group.positions, group.columns, group.keys is not None)
     return [
         (span, (group.logits[slot], words, keys[span], group.inverse_tau[span], *rest))

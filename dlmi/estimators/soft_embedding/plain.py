@@ -70,7 +70,7 @@ def backward(
 def largest_columns(group: RowGroup) -> Tensor:
     """The column of each row's largest entry, (rows,)."""
     peak = torch.full_like(group.inverse_tau, -torch.inf)
-    largest = torch.empty(group.rows, dtype=torch.int64, device=peak.device)
+    largest = torch.zeros(group.rows, dtype=torch.int64, device=peak.device)
     for columns, x in _blocks(group):
         _update_largest(largest, peak, x, columns.start)
         torch.maximum(peak, x.amax(-1, keepdim=True), out=peak)
@@ -80,8 +80,7 @@ def largest_columns(group: RowGroup) -> Tensor:
 def _update_largest(largest: Tensor, peak: Tensor, x: Tensor, offset: int) -> None:
     """Note the columns of the entries that are larger than all in the blocks before."""
     values, columns = x.max(-1)
-    is_larger = values > peak[:, 0]
-    largest[is_larger] = columns[is_larger] + offset
+    largest.copy_(torch.where(values > peak[:, 0], columns + offset, largest))
 
 
 def _blocks(group: RowGroup) -> Iterator[tuple[slice, Tensor]]:
@@ -99,7 +98,7 @@ def _blocks(group: RowGroup) -> Iterator[tuple[slice, Tensor]]:
             for slot, rows in group.split(x):
                 rows.copy_(group.logits[slot][:, columns])
         else:
-            minus_gumbel_(x, words[columns], *group.keys, (word, shifted))
+            minus_gumbel_(x, words[columns], group.keys[0], group.keys[1], (word, shifted))
             for slot, rows in group.split(x):
                 torch.sub(group.logits[slot][:, columns], rows, out=rows)
         yield columns, x.mul_(scale)

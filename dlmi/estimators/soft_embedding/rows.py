@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlmi.estimators.noise import row_keys
-
 _ROWS = 1024  # of a group, about: enough for a fast product with E
 
 
@@ -23,8 +21,8 @@ class RowGroup:
     parts: Sequence[tuple[int, range]]  # slots, and the samples of each, whose rows these are
     span: slice  # which of all rows these are
     inverse_tau: Tensor  # 1 / tau of each row, (rows, 1)
-    # Mask and multiplier of each row's noise, (rows, 1) each; None without noise
-    keys: tuple[Tensor, Tensor] | None
+    # Mask and multiplier of each row's noise, (2, rows, 1); None without noise
+    keys: Tensor | None
 
     @property
     def rows(self) -> int:
@@ -80,23 +78,19 @@ class RowSums:
 
 
 def row_groups(
-    logits: Sequence[Tensor], tau: Tensor, seeds: Sequence[int] | None, num_samples: int
+    logits: Sequence[Tensor], tau: Tensor, keys: Tensor | None, num_samples: int
 ) -> Iterator[RowGroup]:
     """All rows, by slot, sample and position, in groups of about a thousand.
 
-    From B tensors Z, (N, V), tau, (B, N), and a noise seed for each slot; None: no noise.
+    From B tensors Z, (N, V), tau, (B, N), and the noise keys of all rows, (2, B*S*N, 1), or None.
     """
     positions = tau.shape[1]
     start = 0
     for parts in _partition(len(logits), num_samples, positions):
         inverse_tau = torch.cat([tau[i].reciprocal().repeat(len(own)) for i, own in parts])
-        keys = None
-        if seeds is not None:
-            words = [row_keys(seeds[i], own, range(positions)) for i, own in parts]
-            mask, multiplier = torch.cat(words, dim=1).to(tau.device)
-            keys = (mask, multiplier)
         span = slice(start, start + len(inverse_tau))
-        yield RowGroup(logits, parts, span, inverse_tau[:, None], keys)
+        own_keys = None if keys is None else keys[:, span]
+        yield RowGroup(logits, parts, span, inverse_tau[:, None], own_keys)
         start = span.stop
 
 
