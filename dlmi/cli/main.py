@@ -112,7 +112,11 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _quieten() -> None:
-    """Silence warnings that users of this program cannot act on."""
+    """Show what the program says itself; silence warnings that its users cannot act on."""
+    own = logging.getLogger("dlmi.lm.measured")
+    if not own.handlers:
+        own.addHandler(logging.StreamHandler())
+    own.setLevel(logging.INFO)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for message in (

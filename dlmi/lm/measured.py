@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
 
 from dlmi.errors import RunStopped
 from dlmi.jsonl import read_json_file, rewrite_lines
@@ -27,3 +30,9 @@ def write_measured(key: str, entry: dict[str, Any]) -> None:
     with contextlib.suppress(OSError, RunStopped):
         measured_file().parent.mkdir(parents=True, exist_ok=True)
         rewrite_lines(measured_file(), [json.dumps({**everything, key: entry}, indent=1)])
+
+
+@rank_zero_only
+def announce(message: str) -> None:
+    """Log what is measured, and what was decided; the command line shows it."""
+    logging.getLogger(__name__).info(message)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.measured import read_measured, write_measured
+from dlmi.lm.measured import announce, read_measured, write_measured
 from dlmi.lm.memory import free_memory
 from dlmi.lm.placement import quantized_bits
 
@@ -48,7 +48,7 @@ def choose_dtype(lm: FrozenLM, asked: PassDType | None) -> torch.dtype:
         name = "bfloat16" if other < _FASTER * own else "float32"
         known = {"dtype": name, "seconds": {"float32": own, "bfloat16": other}}
         write_measured(key, known)
-        rank_zero_info(
+        announce(
             f"The LM's passes run in {name}: one takes {own:.3f} s in float32 and {other:.3f} s in "
             "bfloat16."
         )

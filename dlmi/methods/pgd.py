@@ -156,8 +156,8 @@ class PGD(Relaxation[PGDState]):
         clipped.register_hook(self._clipped)  # type: ignore[no-untyped-call]
         normalised = clipped / clipped.sum(-1, keepdim=True)  # which changes the gradient only
         embeds = normalised @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (N, d)
-        relaxed = yield Pass(embeds[None], slot.examples, self.loss)
-        state.gap = 1 - float(relaxed.losses[0].detach()) / loss if loss > 0 else 1.0
+        relaxed = yield Pass(embeds[None], slot.examples, self.loss, is_seen=True)
+        state.gap = 1 - float(relaxed.seen_losses[0]) / loss if loss > 0 else 1.0
         return Step(relaxed.losses[0], relaxed.output_ids[0], found_ids=found_ids), state
 
     @torch.no_grad()

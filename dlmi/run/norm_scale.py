@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.measured import read_measured, write_measured
+from dlmi.lm.measured import announce, read_measured, write_measured
 from dlmi.methods.adc import ADC, ADCState
 from dlmi.methods.slot import Slot
 from dlmi.scoring.engine import Engine
@@ -36,15 +35,13 @@ def choose_scale(lm: FrozenLM) -> float:
     key = f"norm_gradient_scale {lm.fingerprint()}"
     known = read_measured(key, "scale", SCALES)
     if known is None:
-        rank_zero_info(
-            f"Trying `norm_gradient_scale` {', '.join(map(str, SCALES))} on this LM, once."
-        )
+        announce(f"Trying `norm_gradient_scale` {', '.join(map(str, SCALES))} on this LM, once.")
         targets = generate_targets(lm, _RANKS, 1, _TARGET_LENGTH, exclude_special=True)
         losses = {scale: best_losses(lm, targets, scale) for scale in SCALES}
         known = {"scale": best_scale(losses), "losses": losses}
         write_measured(key, known)
         means = ", ".join(f"{statistics.mean(own):.2f} with {s}" for s, own in losses.items())
-        rank_zero_info(
+        announce(
             f"Gradients at the LM's norm layers are scaled by {known['scale']}: a short ADC comes "
             f"to a mean loss of {means}."
         )

@@ -322,7 +322,7 @@ def _on_host(passes: Sequence[Pass], scores: Sequence[Scores]) -> list[Scores]:
     held: list[dict[str, Tensor]] = []
     for asked, one in zip(passes, scores, strict=True):
         has_graph = one.losses.requires_grad
-        losses = {"values": one.losses} if has_graph else {"losses": one.losses}
+        losses = {"values" if has_graph else "losses": one.losses.detach()}
         seen = {**losses, "output_ids": one.output_ids, "swap_ids": one.swap_ids}
         is_seen = not has_graph if asked.is_seen is None else asked.is_seen
         held.append({n: part for n, part in seen.items() if part is not None and is_seen})

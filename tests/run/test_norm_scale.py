@@ -30,7 +30,7 @@ def swept(monkeypatch, best):
 
 
 def test_the_best_factor_is_measured_once(tiny, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    caplog.set_level(logging.INFO, logger="dlmi.lm.measured")
     swept(monkeypatch, 0.7)
     assert choose_scale(tiny) == 0.7
     monkeypatch.setattr(norm_scale, "best_losses", lambda *_: pytest.fail("measured again"))
