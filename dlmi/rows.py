@@ -96,7 +96,7 @@ class Inversion:
         full_ids: In a template, the whole prompt, fixed and learned.
         full_text: The same as text.
         examples: Of a shared prompt, each example that was evaluated; `target_ids` and `output_ids`
-            are theirs, one after the other, `lcs` is their mean, and `exact` means all of them.
+            are theirs, concatenated, `lcs` is their mean, and `exact` means all of them.
         held_out: The same of examples that were not learned from.
         metrics: Measures of the prompt and its output by name; None where one is not defined.
     """

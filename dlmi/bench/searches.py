@@ -66,7 +66,7 @@ class _SearchClock(Callback):
         def timed(call: Callable[..., Any], name_of: Callable[..., str]) -> Callable[..., Any]:
             def run(*given: Any) -> Any:
                 name = name_of(*given)
-                self._is_stepping = name != "evaluation"
+                self._is_stepping |= name == "steps"
                 synchronize(device)
                 start = time.perf_counter()
                 result = call(*given)

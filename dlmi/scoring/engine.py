@@ -308,7 +308,7 @@ def _weights(passes: Sequence[Pass], batch: Batch, parcel: Parcel) -> Arrived | 
 
 
 def _barred(passes: Sequence[Pass], parcel: Parcel) -> Arrived | None:
-    """Positions of all prompts, one after the other, and tokens that they may not get."""
+    """Positions of all prompts, concatenated, and tokens that they may not get."""
     barred, first = [], 0
     for asked in passes:
         if asked.swaps is not None and asked.swaps.barred is not None:
