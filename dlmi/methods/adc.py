@@ -20,56 +20,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from dlmi.estimators.noise import gumbel_noise
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.lm.norm_gradients import NormGradientScale
-from dlmi.lm.transfer import HOST, moved
 from dlmi.methods.base import Relaxation, Step, simplex_prompt
 from dlmi.methods.slot import Slot
 from dlmi.scoring.losses import LossName
-from dlmi.scoring.passes import Pass, Steps
+from dlmi.scoring.passes import NO_SWAP, Pass, Steps
 from dlmi.tokens.vocabulary import Vocabulary
 
 _MINIMUM_LARGER_ROWS = 5  # rows that keep one entry more than the whole part of s
-_BITS = 62  # of an int64 that hold flags
 
 
-def keep_largest(rows: Tensor, counts: Tensor) -> Tensor:
-    """Keep the largest entries of rows, (..., V), made positive, and let them sum to one.
+def keep_largest(rows: Tensor, count: int, is_larger: Tensor) -> Tensor:
+    """Keep the largest entries of rows, (N, V), made positive, and let them sum to one.
 
-    Each row keeps as many as `counts`, (...), on the CPU, says; -inf bars an entry.
+    Each row keeps `count`, those of `is_larger`, (N,), one more; -inf bars an entry.
     """
-    most = min(int(counts.max()), rows.shape[-1])
-    values, columns = rows.topk(most, dim=-1, sorted=False)  # to sort many takes long
+    values, columns = rows.topk(count + 1, dim=-1, sorted=False)  # to sort many takes long
     kept = (values.relu() + 1e-6).masked_fill_(values.isneginf(), 0)
-    surplus = most - counts
-    lowest = values.topk(int(surplus.max()), dim=-1, largest=False).indices
-    order = torch.arange(lowest.shape[-1], device=rows.device)
-    is_kept = order >= _counts_on(rows.device, surplus)[..., None]
-    kept.scatter_(-1, lowest, kept.gather(-1, lowest) * is_kept)
+    lowest = values.argmin(-1, keepdim=True)
+    kept.scatter_(-1, lowest, kept.gather(-1, lowest) * is_larger[:, None])
     return torch.zeros_like(rows).scatter_(-1, columns, kept / kept.sum(-1, keepdim=True))
 
 
-def _counts_on(device: torch.device, counts: Tensor) -> Tensor:
-    """Counts of the CPU on a device, without a copy: kernels get flags as the bits of a number."""
-    parts = []
-    for part in torch.split(counts.flatten(), _BITS):
-        place = torch.arange(len(part), device=device)
-        total = torch.zeros_like(place)
-        for count in sorted(set(part.tolist())):  # mostly two
-            word = sum(1 << i for i, own in enumerate(part.tolist()) if own == count)
-            total += count * (torch.full_like(place, word) >> place & 1)
-        parts.append(total)
-    return torch.cat(parts).view(counts.shape)
-
-
-def sparsity_counts(sparsity: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Entries that each of N rows of each restart keeps, (R,) to (R, N): about s on average.
-
-    The whole part of s; a share of the rows, its fraction but at least five, gets one entry more.
-    """
-    floor = sparsity.floor().long()
-    larger = ((sparsity - floor) * length).long().clamp_min(_MINIMUM_LARGER_ROWS)
-    return floor[:, None] + (torch.randperm(length, generator=generator) < larger[:, None])
+def count_larger_rows(sparsity: float, length: int) -> int:
+    """Of N rows, those that keep one entry more than the whole part of s, for a mean of about s."""
+    return max(int(sparsity % 1 * length), _MINIMUM_LARGER_ROWS)
 
 
 @dataclass
@@ -120,9 +97,20 @@ class ADC(Relaxation[ADCState]):
     def step(self, slot: Slot, state: ADCState) -> Steps[tuple[Step, ADCState]]:
         """The losses of all restarts, summed; reports the lowest."""
         rows = slot.params["Z"]  # (R, N, V)
-        prompt_ids, seen = self._unseen(slot, state.seen)
+        before = slot.tokens.bar_(rows.detach().clone())
         if state.wrong is not None:
             self._sparsify(slot, state.wrong)
+        embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
+        relaxed = yield Pass(
+            embeds,
+            slot.examples,
+            self.loss,
+            norm_gradient_scale=self.norm_gradient_scale,
+            is_seen=True,
+            beside=self._two_best(slot, before),
+        )
+        assert relaxed.beside is not None
+        prompt_ids, seen = self._unseen(slot, state.seen, before, relaxed.beside)
         best_ids, best_loss, found_ids = state.best_ids, state.best_loss, None
         if prompt_ids:
             discrete = yield Pass(torch.stack(prompt_ids), slot.examples)
@@ -131,11 +119,6 @@ class ADC(Relaxation[ADCState]):
             found_ids = prompt_ids[best] if exact[best] else None
             if exact[best] or slot.is_better(float(discrete.losses[best]), best_loss):
                 best_ids, best_loss = prompt_ids[best], float(discrete.losses[best])
-        embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
-        scale = self.norm_gradient_scale
-        relaxed = yield Pass(
-            embeds, slot.examples, self.loss, norm_gradient_scale=scale, is_seen=True
-        )
         is_wrong = relaxed.output_ids != relaxed.output_ids.new_tensor(slot.wanted_ids)
         wrong = (is_wrong.sum(-1) / len(slot.examples)).to(rows.dtype)  # (R,)
         average = wrong if state.wrong is None else state.wrong
@@ -145,19 +128,23 @@ class ADC(Relaxation[ADCState]):
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average, seen)
 
-    def _unseen(self, slot: Slot, seen: set[int]) -> tuple[list[Tensor], set[int]]:
+    def _two_best(self, slot: Slot, restarts: Tensor) -> Tensor:
+        """The two largest entries of rows, (R, N, V), as tokens, (R, N, 2)."""
+        values, columns = restarts.topk(min(2, restarts.shape[-1]), dim=-1)
+        return slot.tokens.ids(columns).masked_fill(values.isneginf(), NO_SWAP)
+
+    def _unseen(
+        self, slot: Slot, seen: set[int], restarts: Tensor, two_best: Tensor
+    ) -> tuple[list[Tensor], set[int]]:
         """The prompts to be scored, (N,), at most one of each restart, and all that were seen."""
         seen, found = set(seen), []
-        restarts = slot.tokens.bar_(slot.params["Z"].detach().clone())  # (R, N, V)
-        values, columns = restarts.topk(min(2, restarts.shape[-1]), dim=-1)
-        top = [slot.tokens.ids(columns), values[..., -1].isfinite()]
-        for rows, ids, has_second in zip(restarts, *moved(top, HOST), strict=True):
+        for rows, ids in zip(restarts, two_best, strict=True):
             best, second = slot.tokens.repaired(ids[None, :, 0], rows), ids[:, -1]
             choices = best
             # Examples that change from step to step are scored anew.
             if _hash(best[0]) in seen and not slot.target.is_shared:
                 choices = torch.where(torch.eye(slot.length, dtype=torch.bool), second, best[0])
-                choices = slot.surviving(choices[has_second])
+                choices = slot.surviving(choices[second != NO_SWAP])
                 choices = choices[[_hash(choice) not in seen for choice in choices]]
             if len(choices):
                 seen.add(_hash(choices[0]))
@@ -167,10 +154,12 @@ class ADC(Relaxation[ADCState]):
     @torch.no_grad()
     def _sparsify(self, slot: Slot, wrong: Tensor) -> None:
         restarts = slot.tokens.bar_(slot.params["Z"])  # a step has moved them off 0
+        draws = gumbel_noise(slot.seed("larger"), (1, 1, slot.length), restarts.device, wrong.dtype)
+        order = draws.flatten().argsort().argsort()
         sparsity = (2.0**wrong).clamp_max(restarts.shape[-1] / 2).clamp_min(1)
-        counts = sparsity_counts(sparsity, slot.length, slot.rng)
-        for rows, own in zip(restarts, counts, strict=True):  # one at a time takes less memory
-            rows.copy_(keep_largest(rows, own))
+        for rows, own in zip(restarts, sparsity.tolist(), strict=True):  # together: more memory
+            is_larger = order < count_larger_rows(own, slot.length)
+            rows.copy_(keep_largest(rows, int(own), is_larger))
 
     def prompt_ids(self, slot: Slot, state: ADCState) -> Tensor:
         """The best discrete prompt so far."""

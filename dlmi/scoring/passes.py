@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 REMEMBERED = 4  # prefixes that a slot has read, the latest ones
 NO_SWAP = -1  # in place of a token
+MEAN_TOKEN = -1  # in a prompt: read as the mean embedding of the tokens that a prompt may hold
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,16 @@ class RelaxedNextToken:
 
 @dataclass(frozen=True, eq=False)
 class Swaps:
-    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt."""
+    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt.
+
+    Prompts without a `MEAN_TOKEN` are asked about all positions, by their mean gradient; else each
+    has one, and is asked about that position only.
+    """
 
     tokens: TargetTokens  # what the prompt may hold
     count: int  # how many are wanted at each position, K
-    barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
+    # Tokens that are not, (.., 2): position (or prompt with a `MEAN_TOKEN`) and token
+    barred: Tensor | None = None
     momentum: float = 0.0  # weight of `carried` in the average with the normalised gradient
     carried: Tensor | None = None  # `Scores.carried` of the step before, (N, d)
 
@@ -76,7 +82,7 @@ class Pass:
     loss: LossName = "cross_entropy"  # which loss
     teacher_forcing: bool = True  # feed the target's own prefix; else run freely
     next_token: RelaxedNextToken | None = None  # of a free run; None: the greedy token
-    swaps: Swaps | None = None  # of discrete prompts, by their mean gradient
+    swaps: Swaps | None = None  # of discrete prompts
     token_weights: Tensor | None = None  # of target tokens in the loss, (M,); None: all the same
     # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
@@ -84,6 +90,7 @@ class Pass:
     is_measured: bool = False  # in the LM's own dtype, whatever other passes are in
     # Whether the method looks at the scores, which are on the CPU then; None: if there is no graph
     is_seen: bool | None = None
+    beside: Tensor | None = None  # another small tensor that the method wants to look at
 
     @property
     def count(self) -> int:
@@ -95,6 +102,13 @@ class Pass:
         """Tokens of a prompt, N."""
         prompts = self.prompts
         return len(prompts.logits) if isinstance(prompts, SoftPrompt) else prompts.shape[1]
+
+    @property
+    def has_mean_tokens(self) -> bool:
+        """Whether each prompt has a `MEAN_TOKEN`, about which swaps are asked."""
+        if self.swaps is None or isinstance(self.prompts, SoftPrompt):
+            return False
+        return bool((self.prompts[:1] == MEAN_TOKEN).any())
 
     @property
     def has_gradient(self) -> bool:
@@ -115,11 +129,12 @@ class Scores:
 
     losses: Tensor  # of each prompt, (C,), with a graph where the prompts have one
     output_ids: Tensor  # what the pass decoded after each, in all examples, (C, M)
-    # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K);
-    # `NO_SWAP` where there are fewer
+    # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K),
+    # or at the `MEAN_TOKEN` of each prompt, (C, K); `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
     carried: Tensor | None = None  # with momentum, the average of normalised gradients, (N, d)
     values: Tensor | None = None  # the losses on the CPU, (C,), if they have a graph and are seen
+    beside: Tensor | None = None  # that of the pass, on the CPU
 
     @property
     def seen_losses(self) -> Tensor:
@@ -179,11 +194,14 @@ class Outcome(Generic[T]):
 def advance(
     steps: Sequence[Steps[T]], reader: Reader, accounts: Sequence[Account]
 ) -> list[Outcome[T]]:
-    """Run steps of several slots side by side; one whose next pass is not covered ends there."""
+    """Run steps of several slots side by side; one whose next pass is not covered ends there.
+
+    Passes with a gradient are answered first.
+    """
     outcomes: list[Outcome[T]] = [Outcome() for _ in steps]
     answers: dict[int, Scores | None] = dict.fromkeys(range(len(steps)))
+    asked: dict[int, Pass] = {}
     while answers:
-        asked: dict[int, Pass] = {}
         for i, answer in answers.items():
             try:
                 wanted = steps[i].send(answer)  # type: ignore[arg-type]  # None starts it
@@ -194,5 +212,8 @@ def advance(
                 asked[i] = wanted
             else:
                 steps[i].close()
-        answers = dict(zip(asked, reader(list(asked.values())), strict=True)) if asked else {}
+        # The others wait, and share calls with what comes after these.
+        with_gradient = [i for i, one in asked.items() if one.has_gradient]
+        chosen = {i: asked.pop(i) for i in with_gradient or list(asked)}
+        answers = dict(zip(chosen, reader(list(chosen.values())), strict=True)) if chosen else {}
     return outcomes

@@ -25,8 +25,6 @@ from dlmi.targets.sources import ByRank
 ELSEWHERE = ("seconds", "device")  # what may differ
 # Waits for the device, or copies to it, on average or at most
 MOST_OF_A_STEP, MOST_OF_AN_EVALUATION = 4, 12
-# ADC looks at the prompts of each slot before it asks about them: a wait for each slot.
-MOST_OF_ADC = {("adc", 4): 7, ("adc_refined", 4): 5}
 
 
 def invert(lm, name, on_device):
@@ -196,7 +194,7 @@ def test_rows_are_those_of_the_cpu(name, model_folder, elsewhere):
 @pytest.mark.parametrize("name", METHODS)
 def test_few_waits_and_copies(name, slots, model_folder, elsewhere):
     steps, evaluation = elsewhere(count_transfers, str(model_folder()), name, slots)
-    assert max(steps.values()) <= MOST_OF_ADC.get((name, slots), MOST_OF_A_STEP), steps
+    assert max(steps.values()) <= MOST_OF_A_STEP, steps
     assert max(evaluation.values()) <= MOST_OF_AN_EVALUATION, evaluation
 
 

@@ -16,7 +16,7 @@ from dlmi import InputError, Inverter
 from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.lm.norm_gradients import scaled_norm_gradients
 from dlmi.methods import ADC, DLMI, GBDA, GCG, MAC, PEZ, REINFORCE, SODA
-from dlmi.methods.adc import ADCState, keep_largest, sparsity_counts
+from dlmi.methods.adc import ADCState, count_larger_rows, keep_largest
 from dlmi.methods.pez import nearness
 from dlmi.methods.soda import DecayingAdam
 from dlmi.run.budget import Budget
@@ -328,25 +328,24 @@ def test_pez_starts_at_tokens_and_reads_tokens(data, fit):
 # ---- ADC
 
 
-def test_keep_largest_keeps_the_counted_entries_and_sums_to_one():
-    rows = torch.randn(2, 3, 8, dtype=torch.float64, generator=generator())
-    counts = torch.tensor([[1, 2, 8], [3, 1, 5]])
-    sparse = keep_largest(rows, counts)
-    assert torch.equal((sparse > 0).sum(-1), counts)
-    torch.testing.assert_close(sparse.sum(-1), torch.ones(2, 3, dtype=torch.float64))
-    assert torch.equal(sparse.argmax(-1), rows.argmax(-1))
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_keep_largest_keeps_the_counted_entries_and_sums_to_one(count):
+    rows = torch.randn(3, 8, dtype=torch.float64, generator=generator())
+    is_larger = torch.tensor([False, True, False])
+    sparse = keep_largest(rows, count, is_larger)
+    assert torch.equal((sparse > 0).sum(-1), count + is_larger.long())
+    torch.testing.assert_close(sparse.sum(-1), torch.ones(3, dtype=torch.float64))
+    for row, kept in zip(rows, sparse > 0, strict=True):
+        assert row[kept].min() > row[~kept].max() if not kept.all() else count == 7
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "length", "total"),
-    [(1.0, 20, 25), (2.5, 20, 50), (2.49, 20, 49), (1.05, 20, 25), (4.0, 6, 29), (1.5, 3, 6)],
+    ("sparsity", "length", "larger"),
+    [(1.0, 20, 5), (2.5, 20, 10), (2.49, 20, 9), (1.05, 20, 5), (4.0, 6, 5), (1.5, 3, 5)],
 )
-def test_sparsity_counts(sparsity, length, total):
-    """The fraction is rounded down, but at least five rows get one entry more."""
-    counts = sparsity_counts(torch.tensor([sparsity, 3.25]), length, generator())
-    assert counts.shape == (2, length)
-    assert int(counts[0].sum()) == total
-    assert int(counts[0].max() - counts[0].min()) <= 1
+def test_a_share_of_the_rows_keeps_one_entry_more(sparsity, length, larger):
+    """The fraction is rounded down, but there are at least five."""
+    assert count_larger_rows(sparsity, length) == larger
 
 
 def test_adc_hardens_as_the_target_comes_right(data, fit):
@@ -364,8 +363,8 @@ def test_adc_hardens_as_the_target_comes_right(data, fit):
     fit(model, data(batch_size=1, per_k=1, k=(2,)), callbacks=[Watch()])
     assert len(entries) > 20
     for count, before in zip(entries[1:], wrong, strict=False):
-        sparsity = torch.tensor([min(2.0**before, 31 / 2)])
-        assert count == int(sparsity_counts(sparsity, 5, generator()).sum())
+        sparsity = min(2.0**before, 31 / 2)
+        assert count == 5 * int(sparsity) + min(count_larger_rows(sparsity, 5), 5)
     assert entries[0] == 5 * 31  # dense at first
     assert min(wrong) < wrong[0]
     assert min(entries) < entries[1]  # as sparse as there were wrong tokens at first
@@ -385,7 +384,8 @@ def test_adc_scores_no_prompt_twice(tiny):
         if not asked.prompts.is_floating_point():
             scored.extend(asked.prompts.tolist())
         losses = asked.prompts.flatten(1).sum(-1).double()
-        return Scores(losses, torch.zeros(asked.count, 2).long())
+        outputs = torch.zeros(asked.count, 2).long()
+        return Scores(losses, outputs, beside=asked.beside)
 
     for slot.step in range(3):
         state.wrong = None  # the rows stay as they are
