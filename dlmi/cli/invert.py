@@ -11,7 +11,7 @@ from dlmi.cli.output import check_new_file
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError, first_line
 from dlmi.invert_text import invert
-from dlmi.invert_text.named_methods import METHOD_NAMES
+from dlmi.invert_text.methods import METHOD_NAMES
 from dlmi.invert_text.screen import print_advice, print_found, search_screen
 from dlmi.lm.loading import PACKAGED
 
