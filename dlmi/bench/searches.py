@@ -33,7 +33,6 @@ class _SearchClock(Callback):
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls = self.tokens = self.steps = self.token_passes = 0
         self._models = models
-        self._is_stepping = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Wrap what is timed: it belongs to this run alone."""
@@ -56,31 +55,29 @@ class _SearchClock(Callback):
         step = pl_module.training_step
 
         def counted_step(*batch: Any) -> Any:
-            self._is_stepping = True
+            hooks = [
+                model.register_forward_pre_hook(self._count, with_kwargs=True)
+                for model in self._models
+            ]
             result = step(*batch)
-            self._is_stepping = False
+            for hook in hooks:
+                hook.remove()
             return result
 
         pl_module.training_step = counted_step
-        self._hooks = [
-            model.register_forward_pre_hook(self._count, with_kwargs=True) for model in self._models
-        ]
         self._start = time.perf_counter()
 
     def _count(self, model: Any, inputs: Any, named: dict[str, Any]) -> None:
-        if self._is_stepping:
-            self.calls += 1
-            self.tokens += named["inputs_embeds"].shape[:2].numel()
+        self.calls += 1
+        self.tokens += named["inputs_embeds"].shape[:2].numel()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """Count the steps."""
         self.steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sum up, and leave the LM as it was."""
+        """Sum up."""
         self.seconds["all"] = time.perf_counter() - self._start
-        for hook in self._hooks:
-            hook.remove()
         self.token_passes = sum(slot.cost.total for slot in pl_module.active)
         self.token_passes += sum(r.forward_tokens + r.backward_tokens for r in pl_module.finished)
 

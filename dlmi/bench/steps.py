@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlmi.bench.textbook import begin_textbook, textbook_peak, textbook_seconds
+from dlmi.bench.textbook import begin_textbook, measure_textbook
 from dlmi.bench.timing import StepClock, peak_of, seconds_of
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods import DLMI
@@ -40,7 +40,7 @@ def time_steps(
     floor = Floor(lm, length, samples, target_ids)
     textbook.submit(begin_textbook, length, samples, target_ids.tolist()).result()
     others: list[tuple[list[float], Callable[[], float]]] = [
-        ([], lambda: textbook.submit(textbook_seconds).result()),
+        ([], lambda: textbook.submit(measure_textbook, seconds_of).result()),
         ([], lambda: seconds_of(floor.step, lm.device)),
     ]
     (textbook_times, _), (floor_times, _) = others
@@ -69,8 +69,8 @@ def time_steps(
         "textbook_seconds": slow_seconds,
         "peak_bytes": clock.peak_bytes,
         "floor_peak_bytes": floor_peak,  # of the LM's pass
-        "textbook_peak_bytes": textbook.submit(textbook_peak).result(),
-        "token_passes_per_second": statistics.median(clock.token_passes) / seconds,
+        "textbook_peak_bytes": textbook.submit(measure_textbook, peak_of).result(),
+        "token_passes_per_second": clock.token_passes / repeats / seconds,
         "matmul_share": floor.operations() / seconds / flops,
         "step / floor": seconds / floor_seconds,
         "textbook / step": slow_seconds / seconds,

@@ -5,13 +5,14 @@ implementation with PyTorch's and the system's defaults.
 """
 
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlmi.bench.timing import peak_of, seconds_of
 from dlmi.estimators.temperature import temperature_law
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
@@ -73,11 +74,6 @@ def begin_textbook(length: int, samples: int, target_ids: list[list[int]]) -> No
     _textbook.step()
 
 
-def textbook_seconds() -> float:
-    """Seconds of a step."""
-    return seconds_of(_textbook.step, _lm.device)
-
-
-def textbook_peak() -> int:
-    """Peak memory of a step, bytes."""
-    return peak_of(_textbook.step, _lm.device)
+def measure_textbook(measure: Callable[[Callable[[], None], torch.device], Any]) -> Any:
+    """What `seconds_of` or `peak_of` gives for a step."""
+    return measure(_textbook.step, _lm.device)

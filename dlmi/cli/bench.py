@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from dlmi.bench.searches import SEARCHES, time_search
 from dlmi.bench.steps import SHAPES, random_ids, time_steps
 from dlmi.bench.textbook import textbook_process
 from dlmi.bench.timing import matmul_flops
-from dlmi.cli.output import check_new_file, table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
@@ -96,8 +95,7 @@ def bench(
     check_new_file(out)
     model = load_lm(lm, dtype, default_device())
     flops, threads = matmul_flops(model.device, model.dtype), torch.get_num_threads()
-    screen = Console(markup=False)
-    screen.print(
+    print(
         f"{visible(model.name)}, {model.dtype}, {model.device}, {threads} threads, "
         f"matrix product {flops / 1e9:.0f} Gflop/s"
     )
@@ -117,14 +115,12 @@ def bench(
             {name: value / 1e6 if "bytes" in name else value for name, value in line.items()}
             for line in steps
         ]
-        screen.print(
-            _LEGEND,
-            _table("Seconds of a step, medians", _SECONDS, steps),
-            _table("Peak memory of a step in MB, and speed of this tool", _MEMORY, in_mb),
-        )
+        print(_LEGEND)
+        _print("Seconds of a step, medians", _SECONDS, steps)
+        _print("Peak memory of a step in MB, and speed of this tool", _MEMORY, in_mb)
     if searches:
         title = f"SwapSearch, {token_budget} token-passes a target; a step is one of all slots"
-        screen.print(_table(title, _SEARCH, searches))
+        _print(title, _SEARCH, searches)
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
@@ -140,6 +136,6 @@ def bench(
     return 0
 
 
-def _table(title: str, columns: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> Table:
+def _print(title: str, columns: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> None:
     cells = ([cell.format_map(line) for cell in columns.values()] for line in lines)
-    return table(title, [*columns], cells)
+    print_table(title, columns, cells)

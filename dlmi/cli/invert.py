@@ -82,10 +82,10 @@ def _read_text(text: str | None, file: Path | None) -> str:
         )
     source = "`--file`" if file else "TEXT" if text not in (None, "-") else "stdin"
     try:
-        if text is not None and source == "TEXT":
-            found = os.fsencode(text).decode()
+        if source == "TEXT":
+            found = os.fsencode(str(text)).decode()
         else:
-            raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+            raw = file.read_bytes() if file else sys.stdin.buffer.read()
             found = raw.decode().removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(

@@ -78,6 +78,6 @@ def starting_from(method: Method[Any], found: Mapping[str, Sequence[int]]) -> Me
         places = range(slot.length + 1)
         return torch.stack([torch.cat([prompt_ids[:i], prompt_ids[i + surplus :]]) for i in places])
 
-    # Of the same name, which result rows have.
+    # With the same name, which result rows record.
     made: Search[Any] = type(kind.__name__, (kind,), {"starts": starts})(**vars(method))
     return made

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import signal
 import threading
 import time
@@ -47,24 +48,15 @@ OnProgress = Callable[[Progress], None]
 class Watch(InversionCallback):
     """Reports the progress of a search and keeps the best row of each text.
 
-    A text is a target; its starts are targets of their own, in a group with the text's id.
-
-    Args:
-        on_progress: Called after each step and each evaluation, for each text in progress.
-        budget: Seconds, or None.
-
-    Attributes:
-        stop_requested: Set by Ctrl-C: the run ends after its step.
-        found: The best row of each text, by its id.
-        latest: The row of each start at its latest length, by its id.
+    A text is a target. Its starts are targets of their own, in a group that has the text's id.
     """
 
-    def __init__(self, on_progress: OnProgress | None, budget: float | None) -> None:
-        self.stop_requested = False
-        self.found: dict[str, Inversion] = {}
-        self.latest: dict[str, Inversion] = {}
+    def __init__(self, on_progress: OnProgress | None, budget: float) -> None:
+        self.stop_requested = False  # set by Ctrl-C: the run ends after its step
+        self.found: dict[str, Inversion] = {}  # the best row of each text, by its id
+        self.latest: dict[str, Inversion] = {}  # the row of each start at its latest length
         self._on_progress = on_progress
-        self._budget = budget
+        self._budget = budget  # in seconds; may be infinite
         self._started = time.monotonic()
         self._best: dict[str | None, Evaluation] = {}  # of each text, by its id
 
@@ -74,9 +66,9 @@ class Watch(InversionCallback):
         return time.monotonic() - self._started
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds left of the budget; None without a limit."""
-        return None if self._budget is None else max(0.0, self._budget - self.seconds)
+    def seconds_left(self) -> float:
+        """Seconds left of the budget."""
+        return max(0.0, self._budget - self.seconds)
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Report the best of each text."""
@@ -142,7 +134,7 @@ class Watch(InversionCallback):
                 lcs=best.lcs,
                 exact=best.output_ids == slot.target.ids,
                 seconds=self.seconds,
-                seconds_left=self.seconds_left,
+                seconds_left=None if self._budget == math.inf else self.seconds_left,
             )
             self._on_progress(progress)
 

@@ -130,7 +130,9 @@ def invert(
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
     lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
     check_at_least_one("model", prompt_length=lengths[0], steps=steps, restarts=restarts)
-    check_positive("model", seconds=1.0 if seconds is None else seconds)
+    if seconds is None:
+        seconds = _DEFAULT_SECONDS if steps is None else math.inf
+    check_positive("model", seconds=seconds)
     check_allowed_tokens(allowed_tokens)
     around = find_template(template, chat, "`template`")
     if around is not None and around.fields:
@@ -147,9 +149,9 @@ def invert(
     if lm.max_positions is not None:  # those that fit; the shortest in any case
         room = lm.max_positions - max(target.longest_row(0) for target in targets)
         lengths = tuple(n for n in lengths if n < room) or lengths[:1]
-    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+    watch = Watch(on_progress, seconds)
 
-    def run(starts: Sequence[Target], length: int, steps: int, seconds: float | None) -> None:
+    def run(starts: Sequence[Target], length: int, steps: int, seconds: float) -> None:
         found = {start_id: row.prompt_ids for start_id, row in watch.latest.items()}
         inverter = Inverter(
             starting_from(asked, found),
@@ -164,15 +166,15 @@ def invert(
             seed=seed,
         )
         data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-        run_quietly(inverter, data, [watch], None if seconds is None else timedelta(0, seconds))
+        max_time = None if seconds == math.inf else timedelta(seconds=seconds)
+        run_quietly(inverter, data, [watch], max_time)
 
     with watch.stop_on_ctrl_c():
         unsolved = targets
-        most = NO_STEP_LIMIT if steps is None else -(-steps // len(lengths))
-        for runs_left, length in zip(range(len(lengths), 0, -1), lengths, strict=True):
-            left = watch.seconds_left
+        most = NO_STEP_LIMIT if steps is None else math.ceil(steps / len(lengths))
+        for tried, length in enumerate(lengths):
             starts = [_start(target, i) for i in range(restarts) for target in unsolved]
-            run(starts, length, most, None if left is None else left / runs_left)
+            run(starts, length, most, watch.seconds_left / (len(lengths) - tried))
             unsolved = [target for target in targets if not watch.found[target.id].exact]
             if not unsolved or watch.stop_requested or watch.seconds_left == 0:
                 break
@@ -191,18 +193,16 @@ def _shorten(
     watch: Watch,
     solved: Sequence[Target],
     steps: int | None,
-    run: Callable[[Sequence[Target], int, int, float | None], None],
+    run: Callable[[Sequence[Target], int, int, float], None],
 ) -> None:
     """Delete a token of each exact prompt, and search on from there, as long as that works."""
-    found, left = watch.found, watch.seconds_left
+    found, end = watch.found, watch.seconds + _SHORTEN_SHARE * watch.seconds_left
     spent = max((found[target.id].steps for target in solved), default=0)
-    end = None if left is None else watch.seconds + _SHORTEN_SHARE * left
     steps_left = math.inf if steps is None else _SHORTEN_SHARE * (steps - spent)
     while solved and not watch.stop_requested:
         length = max(len(found[target.id].prompt_ids) for target in solved)
-        few = int(min(_SHORTEN_STEPS, steps_left))
-        seconds = None if end is None else end - watch.seconds
-        if length == 1 or few < 1 or (seconds is not None and seconds <= 0):
+        few, seconds = int(min(_SHORTEN_STEPS, steps_left)), end - watch.seconds
+        if length == 1 or few < 1 or seconds <= 0:
             return
         _log.info("found with %s; trying fewer", counted(length, "token"))
         longest = [target for target in solved if len(found[target.id].prompt_ids) == length]
