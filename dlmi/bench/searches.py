@@ -27,16 +27,16 @@ _PRODUCT = (336, 576, 3072)  # a matrix product of the size that a pass of a sma
 
 
 class _SearchClock(Callback):
-    """Times the parts of a search, and counts the calls of the LM within its steps."""
+    """Times the parts of a search, and counts its steps and their calls of the LM."""
 
     def __init__(self, models: set[nn.Module]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.calls = self.tokens = self.steps = self.token_passes = 0
+        self.steps = self.calls = self.tokens = 0
         self._models = models
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Wrap what is timed: it belongs to this run alone."""
-        engine = pl_module.engine
+        engine, step = pl_module.engine, pl_module.training_step
 
         def timed(call: Callable[..., Any], name_of: Callable[..., str]) -> Callable[..., Any]:
             def run(*given: Any) -> Any:
@@ -50,11 +50,8 @@ class _SearchClock(Callback):
         def kind(plan: Any) -> str:
             return "gradient" if plan.passes[0].has_gradient else "candidates"
 
-        engine._read = timed(engine._read, kind)
-        pl_module.evaluate = timed(pl_module.evaluate, lambda slots: "evaluation")
-        step = pl_module.training_step
-
         def counted_step(*batch: Any) -> Any:
+            self.steps += 1
             hooks = [
                 model.register_forward_pre_hook(self._count, with_kwargs=True)
                 for model in self._models
@@ -64,6 +61,8 @@ class _SearchClock(Callback):
                 hook.remove()
             return result
 
+        engine._read = timed(engine._read, kind)
+        pl_module.evaluate = timed(pl_module.evaluate, lambda slots: "evaluation")
         pl_module.training_step = counted_step
         self._start = time.perf_counter()
 
@@ -71,15 +70,9 @@ class _SearchClock(Callback):
         self.calls += 1
         self.tokens += named["inputs_embeds"].shape[:2].numel()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        """Count the steps."""
-        self.steps += 1
-
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sum up."""
+        """Take the time of the whole run."""
         self.seconds["all"] = time.perf_counter() - self._start
-        self.token_passes = sum(slot.cost.total for slot in pl_module.active)
-        self.token_passes += sum(r.forward_tokens + r.backward_tokens for r in pl_module.finished)
 
 
 def time_search(
@@ -99,7 +92,7 @@ def time_search(
     run_quietly(search, TargetDataModule.of(lm, targets, batch_size=len(targets)), [clock])
     operations = 2 * sum(parameter.numel() for parameter in lm.model.parameters())  # of a token
     seconds = clock.seconds["all"]
-    speed = clock.token_passes / seconds
+    speed = sum(row.forward_tokens + row.backward_tokens for row in search.finished) / seconds
     return {
         "prompt_length": length,
         "target_length": len(targets[0].ids),

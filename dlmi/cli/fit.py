@@ -192,9 +192,13 @@ class _ParserCLI(InversionCLI):
 
 
 @functools.cache  # it is slow to make, and `plan_fit` is called for many cells
+def _parser_cli() -> _ParserCLI:
+    return _ParserCLI([])
+
+
 def make_parser() -> CommandParser:
     """The parser of `fit`."""
-    return cast(FitParser, _ParserCLI([]).parser)
+    return cast(FitParser, _parser_cli().parser)
 
 
 def plan_fit(
@@ -204,8 +208,8 @@ def plan_fit(
 
     `overrides` are settings on top of the file `config`. Raises `InputError` where `fit` would.
     """
-    parser = make_parser()
+    cli, words = _parser_cli(), ["--config", str(config), "--config", json.dumps(overrides)]
     with plain_errors(None, *_REFUSALS):
-        settings = parser.parse_args(["--config", str(config), "--config", json.dumps(overrides)])
-        made = parser.instantiate_classes(settings)
-    return settings.as_dict(), made.model, made.data
+        cli.config = cli.parser.parse_args(words)  # Lightning reads it when it makes the classes
+        made = cli.parser.instantiate_classes(cli.config)
+    return cli.config.as_dict(), made.model, made.data

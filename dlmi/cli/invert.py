@@ -97,7 +97,7 @@ def _read_text(text: str | None, file: Path | None) -> str:
 
 
 def _read_template(template: Any) -> Any:
-    """The template, a text or messages; that in a file if it names a .json or .yaml file."""
+    """The template, or the content of the .json or .yaml file that it names."""
     if not isinstance(template, str) or not template.endswith((".json", ".yaml", ".yml")):
         return template
     try:

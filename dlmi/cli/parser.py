@@ -102,7 +102,7 @@ class CommandParser(ArgumentParser):
         skip_required: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As the base class, which accepts null for any type, and then without null."""
+        """As the base class, but null is only valid for types that include None."""
         super().validate(namespace, skip_unset, skip_required, **kwargs)
         if not skip_required:
             super().validate(namespace, False, **kwargs)
