@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 # lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot change that.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
+import jsonargparse
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
@@ -31,6 +32,7 @@ _KINDS = {
     "dict": "a mapping",
 }
 _CLASS_MODULES = {"trainer.logger": "loggers", "trainer.callbacks": "callbacks"}
+_MOST_LEVELS, _MOST_ALIASES = 64, 20  # of YAML
 
 
 class OptionError(ValueError):
@@ -247,3 +249,29 @@ def _class_names(key: str) -> list[str]:
     if key in _CLASS_MODULES:
         return list(importlib.import_module(f"lightning.pytorch.{_CLASS_MODULES[key]}").__all__)
     return [cls.__name__ for cls in classes_of(key)]
+
+
+_load_yaml = jsonargparse.get_loader("yaml")
+
+
+def _load_checked_yaml(text: str) -> Any:
+    """Load YAML, but not what would crash the C loader or stand for millions of values."""
+    open_anchors: list[str | None] = []
+    aliases, is_cyclic = 0, False
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            open_anchors.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+            is_cyclic = event.anchor in open_anchors
+        if is_cyclic or len(open_anchors) > _MOST_LEVELS or aliases > _MOST_ALIASES:
+            raise yaml.YAMLError(
+                f"it is nested too deeply (more than {_MOST_LEVELS} levels), refers to itself or "
+                f"has more than {_MOST_ALIASES} aliases"
+            )
+    return _load_yaml(text)
+
+
+jsonargparse.set_loader("yaml", _load_checked_yaml, exceptions=(yaml.YAMLError,))

@@ -196,23 +196,27 @@ def _shorten(
     run: Callable[[Sequence[Target], int, int, float], None],
 ) -> None:
     """Delete a token of each exact prompt, and search on from there, as long as that works."""
-    found, end = watch.found, watch.seconds + _SHORTEN_SHARE * watch.seconds_left
+    found = watch.found
+
+    def length_of(target: Target) -> int:
+        return len(found[target.id].prompt_ids)
+
     spent = max((found[target.id].steps for target in solved), default=0)
-    steps_left = math.inf if steps is None else _SHORTEN_SHARE * (steps - spent)
+    last_step = math.inf if steps is None else spent + _SHORTEN_SHARE * (steps - spent)
+    last_second = watch.seconds + _SHORTEN_SHARE * watch.seconds_left
     while solved and not watch.stop_requested:
-        length = max(len(found[target.id].prompt_ids) for target in solved)
-        few, seconds = int(min(_SHORTEN_STEPS, steps_left)), end - watch.seconds
-        if length == 1 or few < 1 or seconds <= 0:
+        length = max(map(length_of, solved))
+        longest = [target for target in solved if length_of(target) == length]
+        steps_left = last_step - max(found[target.id].steps for target in longest)
+        seconds_left = last_second - watch.seconds
+        if length == 1 or steps_left < 1 or seconds_left <= 0:
             return
         _log.info("found with %s; trying fewer", counted(length, "token"))
-        longest = [target for target in solved if len(found[target.id].prompt_ids) == length]
-        before = {target.id: found[target.id].steps for target in longest}
         starts = [_start(target, 0) for target in longest]
         watch.latest |= {s.id: found[t.id] for s, t in zip(starts, longest, strict=True)}
         with contextlib.suppress(InputError):  # a template or a method may need this length
-            run(starts, length - 1, few, seconds)
-        steps_left -= max(found[target.id].steps - before[target.id] for target in longest)
-        solved = [target for target in solved if len(found[target.id].prompt_ids) < length]
+            run(starts, length - 1, int(min(_SHORTEN_STEPS, steps_left)), seconds_left)
+        solved = [target for target in solved if length_of(target) < length]
 
 
 def _check_known(lm: FrozenLM, target: Target) -> None:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, configs, runs, resume, mistakes."""
 
+import itertools
 import json
 import os
 import pickle
@@ -242,7 +243,7 @@ def bad_inputs():
         ),
         "inline_yaml": (
             [*model, "--config", "a: [1"],
-            ["Expected `config` to be valid YAML, but line 2: did not find expected ',' or ']'."],
+            ["Expected `config` to be valid YAML, but line 1: expected ',' or ']'"],
         ),
         "unknown_method": ([method, "Nope"], ["`model.method`", "got Nope", "one of ADC, ARCA"]),
         "unknown_first": (
@@ -493,11 +494,22 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(name, tiny_flags, tmp
     assert os.listdir() == ["x.ckpt"], "ran, or left something behind"
 
 
+def unfolding(levels="abcdefg"):
+    """A few lines that stand for ten million values."""
+    lines = [f"a: &a [{','.join(['x'] * 10)}]"]
+    lines += [f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(levels)]
+    return "\n".join(lines)
+
+
 DLMI = "model: {method: DLMI}\n"
 HOSTILE_CONFIGS = {
+    "cycle": (f"{DLMI}a: &a [*a]\n", "refers to itself"),
+    "cycle_in_model": ("model: {method: &a {class_path: DLMI, init_args: *a}}\n", "to itself"),
+    "depth": ("model: " + "[" * 100_000, "nested too deeply"),
+    "unfolding": (unfolding(), "more than 20 aliases"),
     "object": ("model: !!python/object/apply:os.mkdir [hit]\n", "python/object"),
     "binary": (b"\xff\xfe\x00", "c.yaml to be UTF-8"),
-    "no_yaml": ("model: [\n", "Expected c.yaml to be valid YAML, but line 2: did not find"),
+    "no_yaml": ("model: [\n", "Expected c.yaml to be valid YAML, but line 2: expected"),
     "null_section": (f"{DLMI}data: {{load: null}}\n", "`data.load` to be a mapping, but got null"),
     "no_package": (f"{DLMI}trainer: {{logger: CometLogger}}\n", "pip install"),
     "null": (
@@ -522,6 +534,12 @@ def test_hostile_configs_are_one_clear_line(name, tmp_path, capfd):
     assert line.startswith("dlmi: error: ")
     assert expected in line
     assert os.listdir() == ["c.yaml"]
+
+
+def test_anchors_in_a_config_still_work(tmp_path, capfd):
+    (tmp_path / "c.yaml").write_text(f"data: {{rows_per_pass: &n 2, batch_size: *n}}\n{DLMI}")
+    assert run("fit", "--config", "c.yaml", "--print_config") == 0
+    assert "batch_size: 2" in capfd.readouterr().out
 
 
 def test_errors_show_no_escape_codes(capfd):

@@ -363,8 +363,8 @@ def test_gradient_files(gradient_row, data):
 
 FIT_CONFIGS = ["dlmi_tau100.yaml", "gcg.yaml", "quickstart.yaml"]
 FRAGMENTS = [
-    *("\t", "\x00", "*nothing", "!!python/object/apply:os.system ['touch pwned']"),
-    *("? [a]\n: b", "--- a\n--- b", "\ufeff", "{", "]", "model:\n", "<<: 3\n"),
+    *("\t", "\x00", "&a [*a]", "*nothing", "!!python/object/apply:os.system ['touch pwned']"),
+    *("[" * 100_000, "? [a]\n: b", "--- a\n--- b", "\ufeff", "{", "]", "model:\n", "<<: 3\n"),
 ]
 
 
