@@ -1,4 +1,4 @@
-r"""The time of an optimisation step, against its floor and against a textbook implementation.
+"""The time of an optimisation step, against its floor and against a textbook implementation.
 
 The floor is the LM's forward and backward pass on the same rows, with the head on the target
 positions, and the two products with E, in the same process. The textbook implementation runs in its
@@ -6,7 +6,8 @@ own process, as a script would. All three alternate between the steps of one run
 """
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlmi.bench.textbook import TextbookProcess
+from dlmi.bench.textbook import begin_textbook, measure_textbook
 from dlmi.bench.timing import StepClock, peak_of, seconds_of
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods import DLMI
@@ -27,76 +28,55 @@ SHAPES = ((10, 20, 8), (80, 20, 8), (80, 20, 1))  # N, M, S
 _WARM_UP = 3
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """One line of the table: medians of a step of this package, the floor and the textbook.
+def time_steps(
+    lm: FrozenLM, textbook: Executor, shape: tuple[int, int, int], repeats: int, flops: float
+) -> dict[str, float]:
+    """Time the three, in turn, at a shape (N, M, S); `flops` is that of a matrix product.
 
     Peaks are memory allocated in a step, without Z, its gradient and its moments.
     """
-
-    prompt_length: int
-    target_length: int
-    samples: int
-    repeats: int
-    seconds: float
-    floor_seconds: float
-    textbook_seconds: float
-    peak_bytes: int
-    floor_peak_bytes: int  # in the LM's pass
-    textbook_peak_bytes: int
-    token_passes_per_second: float  # of this package
-    matmul_share: float  # of this package, of the measured speed of a matrix product
-
-    def ratios(self) -> dict[str, float]:
-        """Ratios of times, and the difference of peaks."""
-        return {
-            "step / floor": self.seconds / self.floor_seconds,
-            "textbook / step": self.textbook_seconds / self.seconds,
-            "extra peak MB": (self.peak_bytes - self.floor_peak_bytes) / 1e6,
-            "steps per second": 1 / self.seconds,
-        }
-
-
-def time_steps(
-    lm: FrozenLM, textbook: TextbookProcess, shape: tuple[int, int, int], repeats: int, flops: float
-) -> StepTimes:
-    """Time the three, in turn, at a shape (N, M, S); `flops` is that of a matrix product."""
     length, target_length, samples = shape
     target_ids = random_ids(lm, 1, target_length)
     floor = Floor(lm, length, samples, target_ids)
-    floor_seconds: list[float] = []
-    textbook_seconds: list[float] = []
+    textbook.submit(begin_textbook, length, samples, target_ids.tolist()).result()
+    others: list[tuple[list[float], Callable[[], float]]] = [
+        ([], lambda: textbook.submit(measure_textbook, seconds_of).result()),
+        ([], lambda: seconds_of(floor.step, lm.device)),
+    ]
+    (textbook_times, _), (floor_times, _) = others
 
-    def others() -> None:
-        # In alternating order, so that neither always runs after the same other.
-        is_floor_first = len(floor_seconds) % 2 == 0
-        if is_floor_first:
-            floor_seconds.append(seconds_of(floor.step, lm.device))
-        textbook_seconds.append(textbook.ask("step"))
-        if not is_floor_first:
-            floor_seconds.append(seconds_of(floor.step, lm.device))
+    def time_others() -> None:
+        others.reverse()  # so that neither always runs after the same other
+        for times, measure in others:
+            times.append(measure())
 
-    textbook.ask("begin", length, samples, target_ids.tolist())
-    clock, steps = StepClock(lm.device, _WARM_UP, others), _WARM_UP + repeats
+    clock, steps = StepClock(lm.device, _WARM_UP, time_others), _WARM_UP + repeats
     # As a user runs it, but without evaluations between the steps.
     run = Inverter(DLMI(num_samples=samples), length, steps=steps, eval_every=steps)
     target = Target.single("bench", tuple(target_ids[0].tolist()), "")
     run_quietly(run, TargetDataModule.of(lm, [target], batch_size=1), [clock])
-    seconds = statistics.median(clock.seconds)
-    return StepTimes(
-        length,
-        target_length,
-        samples,
-        repeats,
-        seconds,
-        statistics.median(floor_seconds),
-        statistics.median(textbook_seconds),
-        clock.peak_bytes,
-        peak_of(floor.lm_pass, lm.device),
-        int(textbook.ask("peak")),
-        statistics.median(clock.token_passes) / seconds,
-        floor.operations() / seconds / flops,
+    seconds, floor_seconds, slow_seconds = map(
+        statistics.median, (clock.seconds, floor_times, textbook_times)
     )
+    floor_peak = peak_of(floor.lm_pass, lm.device)
+    return {
+        "prompt_length": length,
+        "target_length": target_length,
+        "samples": samples,
+        "repeats": repeats,
+        "seconds": seconds,
+        "floor_seconds": floor_seconds,
+        "textbook_seconds": slow_seconds,
+        "peak_bytes": clock.peak_bytes,
+        "floor_peak_bytes": floor_peak,  # of the LM's pass
+        "textbook_peak_bytes": textbook.submit(measure_textbook, peak_of).result(),
+        "token_passes_per_second": clock.token_passes / repeats / seconds,
+        "matmul_share": floor.operations() / seconds / flops,
+        "step / floor": seconds / floor_seconds,
+        "textbook / step": slow_seconds / seconds,
+        "extra peak MB": (clock.peak_bytes - floor_peak) / 1e6,
+        "steps per second": 1 / seconds,
+    }
 
 
 class Floor:

@@ -5,15 +5,14 @@ implementation with PyTorch's and the system's defaults.
 """
 
 import multiprocessing
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlmi.bench.timing import peak_of, seconds_of
 from dlmi.estimators.temperature import temperature_law
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
@@ -52,40 +51,29 @@ class Textbook:
         self.optimizer.step()
 
 
-class TextbookProcess:
-    """A child process that loads the LM and makes textbook steps on request."""
-
-    def __init__(self, lm: str, dtype: DType, device: torch.device, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, lm, dtype, str(device), threads)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, question: str, *arguments: Any) -> float:
-        """`begin` (N, S, target ids), then `step` (seconds) and `peak` (bytes)."""
-        self._connection.send((question, *arguments))
-        answer: float = self._connection.recv()
-        return answer
-
-    def __enter__(self) -> "TextbookProcess":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._connection.close()
-        self._process.join(timeout=10)
+_lm: FrozenLM  # these two are set in the child process alone
+_textbook: Textbook
 
 
-def _serve(connection: Connection, name: str, dtype: DType, device: str, threads: int) -> None:
+def textbook_process(lm: str, dtype: DType, device: torch.device, threads: int) -> Executor:
+    """A child process that loads the LM; the functions below run in it."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, _load, (lm, dtype, str(device), threads))
+
+
+def _load(lm: str, dtype: DType, device: str, threads: int) -> None:
+    global _lm
     torch.set_num_threads(threads)
-    lm = load_lm(name, dtype, device)
-    with suppress(EOFError):  # the parent has closed the connection
-        while True:
-            question, *arguments = connection.recv()
-            if question == "begin":
-                length, samples, target_ids = arguments
-                textbook = Textbook(lm, length, samples, torch.tensor(target_ids, device=lm.device))
-                question = "step"  # the first one warms up
-            measure = seconds_of if question == "step" else peak_of
-            connection.send(measure(textbook.step, lm.device))
+    _lm = load_lm(lm, dtype, device)
+
+
+def begin_textbook(length: int, samples: int, target_ids: list[list[int]]) -> None:
+    """Begin a new prompt, and warm up."""
+    global _textbook
+    _textbook = Textbook(_lm, length, samples, torch.tensor(target_ids, device=_lm.device))
+    _textbook.step()
+
+
+def measure_textbook(measure: Callable[[Callable[[], None], torch.device], Any]) -> Any:
+    """What `seconds_of` or `peak_of` gives for a step."""
+    return measure(_textbook.step, _lm.device)

@@ -72,25 +72,21 @@ def matmul_flops(
 
 
 class StepClock(Callback):
-    """Times the optimisation steps of a run, and calls `between` after each.
+    """Times the steps of a run on `device`, after the first `warm_up`; calls `between` after each.
 
-    Args:
-        device: Where the steps run.
-        warm_up: Steps that are not timed; the memory is measured in the last of them.
-        between: Called after each timed step.
+    Memory is measured in the last step of the warm-up.
     """
 
     def __init__(
         self, device: torch.device, warm_up: int, between: Callable[[], None] = lambda: None
     ) -> None:
         self.seconds: list[float] = []
-        self.token_passes: list[int] = []  # over all slots
+        self.token_passes = 0  # of all slots, in the timed steps
         self.peak_bytes = 0
         self._device = device
         self._warm_up = warm_up
         self._between = between
         self._memory: PeakMemory | None = None
-        self._start, self._spent = 0.0, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         """A step begins."""
@@ -109,7 +105,5 @@ class StepClock(Callback):
             self.peak_bytes, self._memory = self._memory.stop(), None
         elif self._warm_up < 0:
             self.seconds.append(seconds)
-            self.token_passes.append(
-                sum(slot.cost.total for slot in pl_module.active) - self._spent
-            )
+            self.token_passes += sum(slot.cost.total for slot in pl_module.active) - self._spent
             self._between()

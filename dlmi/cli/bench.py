@@ -1,21 +1,21 @@
 """`python -m dlmi bench`: the speed and memory of steps, as tables and a JSON file."""
 
-import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
-from dlmi.bench.searches import SEARCHES, SearchTimes, time_search
-from dlmi.bench.steps import SHAPES, StepTimes, random_ids, time_steps
-from dlmi.bench.textbook import TextbookProcess
+from dlmi.bench.searches import SEARCHES, time_search
+from dlmi.bench.steps import SHAPES, random_ids, time_steps
+from dlmi.bench.textbook import textbook_process
 from dlmi.bench.timing import matmul_flops
-from dlmi.cli.output import check_new_file, table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
@@ -30,12 +30,36 @@ floor: what no implementation can leave out, the LM's forward and backward pass 
 the two products with the embedding matrix.
 textbook: a plain implementation of the method, in a process of its own.
 """
-_SECONDS = ("N", "M", "S", "this tool", "floor", "textbook", "step / floor", "textbook / step")
-_MEMORY = ("N", "M", "S", "this tool", "LM's pass", "textbook", "token-passes/s", "of matmul speed")
-_SEARCH = (
-    *("N", "M", "slots", "passes in", "seconds", "token-passes/s", "of matmul speed"),
-    *("evaluation", "gradient", "candidates", "LM calls", "tokens a call"),
-)
+# Columns of the tables, and the format of their cells.
+_SHAPE = {"N": "{prompt_length}", "M": "{target_length}"}
+_SECONDS = _SHAPE | {
+    "S": "{samples}",
+    "this tool": "{seconds:.3g}",
+    "floor": "{floor_seconds:.3g}",
+    "textbook": "{textbook_seconds:.3g}",
+    "step / floor": "{step / floor:.2f}",
+    "textbook / step": "{textbook / step:.2f}",
+}
+_MEMORY = _SHAPE | {
+    "S": "{samples}",
+    "this tool": "{peak_bytes:.0f}",
+    "LM's pass": "{floor_peak_bytes:.0f}",
+    "textbook": "{textbook_peak_bytes:.0f}",
+    "token-passes/s": "{token_passes_per_second:.0f}",
+    "of matmul speed": "{matmul_share:.0%}",
+}
+_SEARCH = _SHAPE | {
+    "slots": "{slots}",
+    "passes in": "{pass_dtype}",
+    "seconds": "{seconds_per_step:.3g}",
+    "token-passes/s": "{token_passes_per_second:.0f}",
+    "of matmul speed": "{matmul_share:.0%}",
+    "evaluation": "{evaluation:.0%}",
+    "gradient": "{gradient:.0%}",
+    "candidates": "{candidates:.0%}",
+    "LM calls": "{calls_per_step:.1f}",
+    "tokens a call": "{tokens_per_call:.0f}",
+}
 
 
 def make_parser() -> CommandParser:
@@ -71,15 +95,14 @@ def bench(
     check_new_file(out)
     model = load_lm(lm, dtype, default_device())
     flops, threads = matmul_flops(model.device, model.dtype), torch.get_num_threads()
-    screen = Console(markup=False)
-    screen.print(
+    print(
         f"{visible(model.name)}, {model.dtype}, {model.device}, {threads} threads, "
         f"matrix product {flops / 1e9:.0f} Gflop/s"
     )
     steps, searches = [], []
     with Console(stderr=True).status("") as status:
         if parts != "search":
-            with TextbookProcess(lm, dtype, model.device, threads) as textbook:
+            with textbook_process(lm, dtype, model.device, threads) as textbook:
                 for shape in SHAPES:
                     status.update("steps at N={}, M={}, S={}".format(*shape))
                     steps.append(time_steps(model, textbook, shape, repeats, flops))
@@ -88,15 +111,16 @@ def bench(
             ids = random_ids(model, slots, target_length).tolist()
             searches.append(time_search(model, ids, length, token_budget, pass_dtype))
     if steps:
-        title = "Peak memory of a step in MB, and speed of this tool"
-        screen.print(
-            _LEGEND,
-            table("Seconds of a step, medians", _SECONDS, map(_seconds, steps)),
-            table(title, _MEMORY, map(_memory, steps)),
-        )
+        in_mb = [
+            {name: value / 1e6 if "bytes" in name else value for name, value in line.items()}
+            for line in steps
+        ]
+        print(_LEGEND)
+        _print("Seconds of a step, medians", _SECONDS, steps)
+        _print("Peak memory of a step in MB, and speed of this tool", _MEMORY, in_mb)
     if searches:
         title = f"SwapSearch, {token_budget} token-passes a target; a step is one of all slots"
-        screen.print(table(title, _SEARCH, map(_search, searches)))
+        _print(title, _SEARCH, searches)
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
@@ -104,33 +128,14 @@ def bench(
         "threads": threads,
         "matmul_gflops": flops / 1e9,
         **describe_environment(model),
-        "steps": [{**dataclasses.asdict(line), **line.ratios()} for line in steps],
-        "searches": [dataclasses.asdict(line) for line in searches],
+        "steps": steps,
+        "searches": searches,
     }
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"figures in {out}")
     return 0
 
 
-def _seconds(line: StepTimes) -> list[object]:
-    times = line.seconds, line.floor_seconds, line.textbook_seconds
-    ratios = line.ratios()["step / floor"], line.ratios()["textbook / step"]
-    cells = *(f"{t:.3g}" for t in times), *(f"{r:.2f}" for r in ratios)
-    return [line.prompt_length, line.target_length, line.samples, *cells]
-
-
-def _memory(line: StepTimes) -> list[object]:
-    peaks = line.peak_bytes, line.floor_peak_bytes, line.textbook_peak_bytes
-    speed = f"{line.token_passes_per_second:.0f}", f"{line.matmul_share:.0%}"
-    cells = *(f"{p / 1e6:.0f}" for p in peaks), *speed
-    return [line.prompt_length, line.target_length, line.samples, *cells]
-
-
-def _search(line: SearchTimes) -> list[object]:
-    shares = line.matmul_share, line.evaluation, line.gradient, line.candidates
-    return [
-        *(line.prompt_length, line.target_length, line.slots, line.pass_dtype),
-        *(f"{line.seconds_per_step:.3g}", f"{line.token_passes_per_second:.0f}"),
-        *(f"{share:.0%}" for share in shares),
-        *(f"{line.calls_per_step:.1f}", f"{line.tokens_per_call:.0f}"),
-    ]
+def _print(title: str, columns: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> None:
+    cells = ([cell.format_map(line) for cell in columns.values()] for line in lines)
+    print_table(title, columns, cells)

@@ -4,11 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from dlmi.cli.fit import plan_fit
-from dlmi.cli.output import table
+from dlmi.cli.output import print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.compare.cells import Cell
 from dlmi.compare.display import GridDisplay, print_plan
@@ -18,6 +15,7 @@ from dlmi.report.blocks import format_cell
 from dlmi.report.estimates import summarise
 from dlmi.report.loading import Group, load
 from dlmi.run.callbacks.results import lock_folder
+from dlmi.text import visible
 
 
 def make_parser() -> CommandParser:
@@ -66,7 +64,7 @@ def compare(grid: Grid, folder: Path, dry_run: bool = False, speed: float | None
 
 def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
     """Run the cells that are not done, then print the results; returns the exit code."""
-    failed, screen = [], Console()
+    failed = []
     with GridDisplay(grid, cells) as display:
         for number, cell in enumerate(cells, start=1):
             if cell.seconds is not None:
@@ -77,16 +75,16 @@ def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
             if error is not None:
                 failed.append(cell)
     if len(failed) < len(cells):
-        screen.print(*map(_results_table, load([Path(grid.out)]).groups))
+        for group in load([Path(grid.out)]).groups:
+            _print_results(group)
     for cell in failed:
-        text = f"failed: {cell.name} (log: {cell.log})"
-        screen.print(text, markup=False, highlight=False, soft_wrap=True)
+        print(f"failed: {visible(cell.name)} (log: {visible(str(cell.log))})")
     print(f"figures and tables: python -m dlmi report {grid.out} --out {grid.out}/report")
     return 1 if failed else 0
 
 
-def _results_table(group: Group) -> Table:
-    """A line for each method and N, at the full budget."""
+def _print_results(group: Group) -> None:
+    """Print a line for each method and N, at the full budget."""
     lines = []
     for series in group.series:
         found = summarise(series, group.budgets[-1])
@@ -96,4 +94,4 @@ def _results_table(group: Group) -> Table:
         lines.append((series.label, series.prompt_length, *sizes, *means))
     title = f"{group.model}, {group.dtype}: discrete prompt, free greedy decode, full budget"
     columns = ("method", "N", "targets x seeds", "exact", "mean LCS", "as in code")
-    return table(title, columns, lines, texts=["method"])
+    print_table(title, columns, lines, texts=["method"])

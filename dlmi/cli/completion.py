@@ -24,7 +24,7 @@ _dlmi() {{
   esac; fi
   COMPREPLY=($(compgen -W "$words" -- "$here"))
 }}
-complete -o default -F _dlmi dlmi  # of files where no word fits
+complete -o default -F _dlmi dlmi  # file names where no word fits
 """
 
 

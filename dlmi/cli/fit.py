@@ -139,16 +139,16 @@ class InversionCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, InversionCallback):
                 callback.continues = continues
-        writes = self.trainer.is_global_zero and not is_trial(self.trainer)
-        folder = run_folder(self.trainer) if writes else Path()
-        if writes:
+        folder = None  # or that of the run, where this process is the one that makes it
+        if self.trainer.is_global_zero and not is_trial(self.trainer):
+            folder = run_folder(self.trainer)
             check_writable(folder, "--trainer.default_root_dir")
             if not continues:
                 refuse_used_folder(folder)
         self.datamodule.load(self.trainer.strategy.root_device)
         if self.trainer.world_size > 1:
             self.model.check(self.trainer, self.datamodule)
-        if writes:  # from here on the folder is this run's
+        if folder is not None:  # from here on it is this run's
             for logger in self.trainer.loggers:
                 if isinstance(logger, CSVLogger):  # it warns if the folder has files by then
                     _ = logger.experiment
@@ -191,9 +191,8 @@ class _ParserCLI(InversionCLI):
         """Do nothing."""
 
 
-@functools.cache
+@functools.cache  # it is slow to make, and `plan_fit` is called for many cells
 def _parser_cli() -> _ParserCLI:
-    """Cached, since it is slow to make and `plan_fit` is called for many cells."""
     return _ParserCLI([])
 
 
@@ -209,10 +208,8 @@ def plan_fit(
 
     `overrides` are settings on top of the file `config`. Raises `InputError` where `fit` would.
     """
-    cli = _parser_cli()
+    cli, words = _parser_cli(), ["--config", str(config), "--config", json.dumps(overrides)]
     with plain_errors(None, *_REFUSALS):
-        cli.config = cli.parser.parse_args(
-            ["--config", str(config), "--config", json.dumps(overrides)]
-        )
+        cli.config = cli.parser.parse_args(words)  # Lightning reads it when it makes the classes
         made = cli.parser.instantiate_classes(cli.config)
     return cli.config.as_dict(), made.model, made.data

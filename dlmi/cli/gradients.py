@@ -6,10 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-
-from dlmi.cli.output import check_writable, table
+from dlmi.cli.output import check_writable, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.gradient_rows import (
@@ -126,7 +123,8 @@ def gradients(
     except SystemExit as ended:  # raised by Lightning after Ctrl-C
         raise KeyboardInterrupt from ended
     rows = read_gradient_rows(path)[0]
-    Console().print(_medians_table(rows), _tests_table(rows))
+    _print_medians(rows)
+    _print_tests(rows)
     print(f"{len(rows)} rows in {path}")
     return 0
 
@@ -138,7 +136,7 @@ def _print_row(row: GradientRow, seconds: float) -> None:
     print(f"{seconds:6.0f} s  {place}  {row.estimator}: {', '.join(cells)}", flush=True)
 
 
-def _medians_table(rows: list[GradientRow]) -> Table:
+def _print_medians(rows: list[GradientRow]) -> None:
     kinds = sorted({row.truth["kind"] for row in rows if row.truth is not None})
     truth = f"truth: {', '.join(kinds)}" if kinds else "no truth"
     lines = [
@@ -146,17 +144,17 @@ def _medians_table(rows: list[GradientRow]) -> Table:
         for name, count in Counter(row.estimator for row in rows).items()
     ]
     title = f"Medians over rows of values and of the ends of their 95% intervals ({truth})"
-    return table(title, ("estimator", "rows", *STATISTICS), lines, texts=["estimator"])
+    print_table(title, ("estimator", "rows", *STATISTICS), lines, texts=["estimator"])
 
 
-def _tests_table(rows: list[GradientRow]) -> Table:
+def _print_tests(rows: list[GradientRow]) -> None:
     cells: dict[str, dict[str, str]] = {}
     for test in ks_tests(rows, _TESTED):
         text = f"{test.distance:.2f}  p {test.adjusted_p_value:.2g}"
         cells.setdefault(f"{test.first} | {test.second}", {})[test.statistic_name] = text
     lines = [[pair, *(found.get(name, "-") for name in _TESTED)] for pair, found in cells.items()]
     title = "Kolmogorov-Smirnov distance D of each pair, and p (two-sided, Holm-corrected)"
-    return table(title, ("estimators", *_TESTED), lines, texts=["estimators"])
+    print_table(title, ("estimators", *_TESTED), lines, texts=["estimators"])
 
 
 def _cell(statistic: Statistic) -> str:

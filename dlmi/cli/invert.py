@@ -11,7 +11,7 @@ from dlmi.cli.output import check_new_file
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError, first_line
 from dlmi.invert_text import invert
-from dlmi.invert_text.named_methods import METHOD_NAMES
+from dlmi.invert_text.methods import METHOD_NAMES
 from dlmi.invert_text.screen import print_advice, print_found, search_screen
 from dlmi.lm.loading import PACKAGED
 
@@ -82,10 +82,10 @@ def _read_text(text: str | None, file: Path | None) -> str:
         )
     source = "`--file`" if file else "TEXT" if text not in (None, "-") else "stdin"
     try:
-        if text is not None and source == "TEXT":
-            found = os.fsencode(text).decode()
+        if source == "TEXT":
+            found = os.fsencode(str(text)).decode()
         else:
-            raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
+            raw = file.read_bytes() if file else sys.stdin.buffer.read()
             found = raw.decode().removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -97,7 +97,7 @@ def _read_text(text: str | None, file: Path | None) -> str:
 
 
 def _read_template(template: Any) -> Any:
-    """The template, a text or messages; that in a file if it names a .json or .yaml file."""
+    """The template, or the content of the .json or .yaml file that it names."""
     if not isinstance(template, str) or not template.endswith((".json", ".yaml", ".yml")):
         return template
     try:

@@ -112,7 +112,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _quieten() -> None:
-    """Show what the program says itself; silence warnings that its users cannot act on."""
+    """Show messages of this program; silence warnings that its users cannot act on."""
     own = logging.getLogger("dlmi.lm.measured")
     if not own.handlers:
         own.addHandler(logging.StreamHandler())

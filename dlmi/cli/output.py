@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -38,17 +39,17 @@ def check_writable(folder: Path, option: str) -> None:
         ) from error
 
 
-def table(
+def print_table(
     title: str,
-    columns: Sequence[str],
+    columns: Collection[str],
     rows: Iterable[Sequence[object]],
     texts: Collection[str] = (),
-) -> Table:
-    """A table for the terminal, without markup; columns in `texts` are aligned to the left."""
-    heading = Text(visible(title), "table.title")
-    made = Table(title=heading, title_justify="left", min_width=len(heading))  # it would wrap
+) -> None:
+    """Print a table, without markup; columns in `texts` are aligned to the left."""
+    heading = Text(visible(title), "table.title")  # it would wrap in a narrow table
+    table = Table(title=heading, title_justify="left", min_width=len(heading))
     for column in columns:
-        made.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in texts else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(visible(str(cell))) for cell in row))
-    return made
+        table.add_row(*(Text(visible(str(cell))) for cell in row))
+    Console().print(table)

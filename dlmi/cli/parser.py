@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Self
 
 # lightning 2.6 still calls functions that jsonargparse 4.49 renamed; the user cannot change that.
@@ -19,27 +19,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from dlmi.errors import InputError, find_input_error, first_line
 
-# Former names of settings and the present ones, for error messages. A setting that has moved, or
-# has a similar name now, needs no entry: it is found like a misspelt one.
-FORMER = {
-    "EchoSearch": "SwapSearch",
-    "model": "model.method",
-    "model.class_path": "model.method",
-    "model.init": "model.method.first_prompt",
-    "model.start": "model.method.start_from",
-    "model.starts": "model.method.num_starts",
-    "model.refine_after": "model.method Refined, with model.method.first and model.method.after",
-    "model.allow_non_ascii": "model.allowed_tokens all",
-    "data.targets_file": "data.targets File, with data.targets.path",
-    "data.examples_per_step": "data.share.per_step",
-    "data.eval_examples": "data.share.evaluated",
-    "data.held_out_file": "data.share.held_out",
-    "data.questions": "data.targets Questions, with data.targets.source",
-    "data.max_questions": "data.targets.limit",
-    "target_seed": "seed",
-    "targets_file": "file",
-}
-
+# What LightningCLI's own examples write, and how it is written here.
+_OF_LIGHTNING = {"model": "model.method", "model.class_path": "model.method"}
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -50,7 +31,7 @@ _KINDS = {
     "Iterable": "a list",
     "dict": "a mapping",
 }
-_LIGHTNING = {"trainer.logger": "loggers", "trainer.callbacks": "callbacks"}  # modules of classes
+_CLASS_MODULES = {"trainer.logger": "loggers", "trainer.callbacks": "callbacks"}
 _MOST_LEVELS, _MOST_ALIASES = 64, 20  # of YAML
 
 
@@ -123,7 +104,7 @@ class CommandParser(ArgumentParser):
         skip_required: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As the base class, which accepts null for any type, and then without null."""
+        """As the base class, but null is only valid for types that include None."""
         super().validate(namespace, skip_unset, skip_required, **kwargs)
         if not skip_required:
             super().validate(namespace, False, **kwargs)
@@ -175,22 +156,24 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
         return _unknown(".".join([*keys, *filter(None, found.groups())]), parser)
     if found := re.search(r"arguments are required: ([^\s,]+)", message):
         missing = ".".join([*keys, found[1]])
-        names = f" Give {_class(missing)}." if classes_of(missing) else ""
-        return f"Expected `{missing}` to be given, but it is not.{names}"
+        names = ", ".join(_class_names(missing))
+        hint = f" Give one of {names}." if names else ""
+        return f"Expected `{missing}` to be given, but it is not.{hint}"
     if found := re.search(r"Problem with given class_path '(?:\S+\.)?(\w+)':\s+(.+)", message):
         name, reason = found[1], found[2]
         if package := re.search(r"Requirement '(([\w.-]+).*?)' not met", reason):
             reason = f"{package[1]} is not installed. `pip install -U {package[2]}`."
-        where = [f"`{option}` " for option in _LIGHTNING if name in _class_names(option)]
+        where = [f"`{option}` " for option in _CLASS_MODULES if name in _class_names(option)]
         return f"Expected {''.join(where)}{name} to be usable, but {reason}"
     given = re.findall(
         r"(?:Given value: |Got value: |path string: |load config ')(.*?)'?$", message, flags=re.M
     )
     if key and given:
         value = "null" if given[-1] == "None" else given[-1]
-        now = FORMER.get(key) or FORMER.get(value)
-        close = difflib.get_close_matches(value, _class_names(key), 1)
-        hint = f" It is now `{now}`." if now else f" Did you mean {close[0]}?" if close else ""
+        close = _closest(value, _class_names(key))
+        if key in _OF_LIGHTNING:
+            close = f"`{_OF_LIGHTNING[key]}`"
+        hint = f" Did you mean {close}?" if close else ""
         return f"Expected `{key}` to be {_kinds(message, key)}, but got {value}.{hint}"
     text = re.sub(r'Parser key "[^"]+":', "", message)
     return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
@@ -207,31 +190,35 @@ def _kinds(message: str, key: str) -> str:
     listed = re.findall(
         r"Expected an? (?:<class '(?:.*\.)?(\w+)'>|typing\.Literal\[(.*)\]|dot import)", message
     )
+    names = ", ".join(_class_names(key))
     kinds = [
-        _KINDS.get(name, name) or literals.replace(", ", " or ") or _class(key)
-        for name, literals in listed
-        if name != "NoneType"
+        _KINDS.get(kind, kind)
+        or literals.replace(", ", " or ")
+        or (f"one of {names}" if names else "the name of a class")
+        for kind, literals in listed
+        if kind != "NoneType"
     ]
     return " or ".join(dict.fromkeys(kinds)) or "a mapping"
 
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
     """The message for an unknown option, with a suggestion."""
-    section, _, last = key.rpartition(".")
     known = known_options(parser)
     owner = known.pop(key, "")
-    moved = [name for name in known if name.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(key, moved, 1, 0) or difflib.get_close_matches(key, known, 1)
+    moved = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = _OF_LIGHTNING.get(key) or _closest(key, moved, 0) or _closest(key, known)
     hint = f"It is an option of {owner}. " if owner else ""
-    if new := FORMER.get(f"{key.partition('.')[0]}.{last}" if section else key):
-        hint += f"It is now `{new}`. "
-    elif close:
-        of = f" of {known[close[0]]}" if known[close[0]] else ""
-        hint += f"Did you mean `{close[0]}`{of}? "
+    if close:
+        of = f" of {known[close]}" if known[close] else ""
+        hint += f"Did you mean `{close}`{of}? "
     helps = f"`{parser.prog} --help` lists them"
     if key.startswith("model."):
         helps += f", `{parser.prog} --model.method.help METHOD` those of a method"
     return f"Expected options that exist, but got `{key}`. {hint}{helps}."
+
+
+def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, 1, cutoff)), None)
 
 
 def known_options(parser: ArgumentParser) -> dict[str, str]:
@@ -245,7 +232,7 @@ def known_options(parser: ArgumentParser) -> dict[str, str]:
 
 
 def classes_of(key: str) -> list[Any]:
-    """The classes that an option takes by their short names."""
+    """The classes of this package that an option takes by their short names."""
     if key.startswith("model.method"):
         from dlmi import methods  # only now: it imports torch
 
@@ -257,15 +244,10 @@ def classes_of(key: str) -> list[Any]:
     return []
 
 
-def _class(key: str) -> str:
-    names = [cls.__name__ for cls in classes_of(key)]
-    return f"one of {', '.join(names)}" if names else "the name of a class"
-
-
 def _class_names(key: str) -> list[str]:
     """The short names of classes that an option takes, also of Lightning's own."""
-    if key in _LIGHTNING:
-        return list(importlib.import_module(f"lightning.pytorch.{_LIGHTNING[key]}").__all__)
+    if key in _CLASS_MODULES:
+        return list(importlib.import_module(f"lightning.pytorch.{_CLASS_MODULES[key]}").__all__)
     return [cls.__name__ for cls in classes_of(key)]
 
 
@@ -275,9 +257,8 @@ _load_yaml = jsonargparse.get_loader("yaml")
 def _load_checked_yaml(text: str) -> Any:
     """Load YAML, but not what would crash the C loader or stand for millions of values."""
     open_anchors: list[str | None] = []
-    aliases = 0
+    aliases, is_cyclic = 0, False
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        is_cyclic = False
         if isinstance(event, yaml.CollectionStartEvent):
             open_anchors.append(event.anchor)
         elif isinstance(event, yaml.CollectionEndEvent):

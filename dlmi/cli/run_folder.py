@@ -1,6 +1,7 @@
 """Chooses the folder of a run."""
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from dlmi.run.checkpoints import LAST, find_checkpoints, read_checkpoint
 from dlmi.run.workers import slurm
 
 RUNS = "lightning_logs"  # the folder of run folders
-HERE = "./"  # the default; no user writes the current folder with a slash
+HERE = "./"  # the default; a user would write "."
 
 
 def choose_folder(config: Namespace, job_settings: str | None) -> None:
@@ -38,7 +39,7 @@ def choose_folder(config: Namespace, job_settings: str | None) -> None:
     if config.ckpt_path:
         config.continue_run = True
         path = Path(config.ckpt_path)
-        read_checkpoint(path, mmap=True)  # refuses what is none, before the LM is loaded
+        read_checkpoint(path, mmap=True)  # checked before the LM is loaded
         if path.parent.name == "checkpoints":
             run = path.resolve().parents[1]
     if run is not None and options:
@@ -47,14 +48,9 @@ def choose_folder(config: Namespace, job_settings: str | None) -> None:
         options.name, options.version = run.parent.name, run.name
     elif not config.trainer.logger and config.trainer.default_root_dir is None:
         # Without a logger nothing else names a folder for the run.
-        config.trainer.default_root_dir = str(run or _next_folder(runs))
-
-
-def _next_folder(runs: Path) -> Path:
-    """The next `version_N`, as Lightning's loggers count."""
-    names = (path.name.removeprefix("version_") for path in runs.glob("version_*"))
-    last = max((int(name) for name in names if name.isdigit()), default=-1)
-    return runs / f"version_{last + 1}"
+        numbered = (runs / f"version_{number}" for number in itertools.count())
+        new = next(path for path in numbered if not path.exists())
+        config.trainer.default_root_dir = str(run or new)
 
 
 def _newest_checkpoint(runs: Path) -> str:
@@ -83,13 +79,13 @@ def _last_checkpoint(runs: Path, version: str | int | None) -> str | None:
 @contextlib.contextmanager
 def removed_if_refused(folder: Path) -> Iterator[None]:
     """Remove the folder of a new run if its settings are refused after it was made."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except InputError:
-        if folder in missing and not results_files(folder):
+        if folder in new and not results_files(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            for parent in missing[1:]:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()  # only where it is empty
+        with contextlib.suppress(OSError):  # from the first that is not empty
+            for parent in new[1:]:
+                parent.rmdir()
         raise

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from dlmi.cli.output import check_new_file, table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
@@ -105,25 +104,46 @@ def score_command(arguments: list[str]) -> int:
     questions = load_questions(asked.examples, asked.split, asked.limit)
     dtype, bits = split_dtype_name(asked.dtype)
     lm = load_lm(asked.lm, dtype, default_device(), quantization=bits)
+    texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
     ids = [*([asked.prompt_ids] if asked.prompt_ids else []), *(row.prompt_ids for row in rows)]
     for prompt_ids in ids:
         lm.check_ids(prompt_ids, "a prompt")
-    texts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+    prompts: list[str | Sequence[int]] = [*texts, *ids]
     scores: dict[str, Accuracy] = {}
     for name, score in score_each(
-        lm, template, [*texts, *ids], questions, decoding, asked.draws, asked.seed
+        lm, template, prompts, questions, decoding, asked.draws, asked.seed
     ):
-        print(f"{name}: {score.right} of {len(score.answered)} right", file=sys.stderr)
+        print(f"{name}: {score.right} of {len(questions)} right", file=sys.stderr)
         scores[name] = score
-    found = _as_dicts(scores)
+    relative = changes(scores)
+    found = [
+        {
+            "name": name,
+            "prompt_text": score.prompt_text,
+            "prompt_ids": score.prompt_ids,
+            "right": score.right,
+            "total": len(questions),
+            "accuracy": score.value,
+            "interval": score.interval,
+            "relative_change": relative[name],
+            "answered": score.answered,
+        }
+        for name, score in scores.items()
+    ]
     columns = ("slot", "right", "accuracy", "95% interval", "change", "prompt")
     title = f"{len(questions)} questions to {lm.name}"
-    Console().print(table(title, columns, map(_cells, found), texts=["slot", "prompt"]))
+    print_table(title, columns, map(_cells, found), texts=["slot", "prompt"])
     if asked.out is not None:
         whole = msgspec.json.encode({"settings": asked, "scores": found}, enc_hook=str)
         asked.out.write_bytes(msgspec.json.format(whole, indent=1) + b"\n")
         print(f"every answer is in {asked.out}")
     return 0
+
+
+def _cells(score: dict[str, Any]) -> list[str]:
+    cells = "{name}|{right} of {total}|{accuracy:.1%}|{interval[0]:.1%} to {interval[1]:.1%}"
+    change = "-" if score["relative_change"] is None else f"{score['relative_change']:+.1%}"
+    return [*cells.format(**score).split("|"), change, score["prompt_text"]]
 
 
 def _recorded(rows: Sequence[Inversion], given: set[str]) -> dict[str, Any]:
@@ -133,12 +153,11 @@ def _recorded(rows: Sequence[Inversion], given: set[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"lm": row.model, "dtype": row.dtype}
         context = row.examples[0].context if row.examples else row.context
         if context is not None and context.template is not None:
-            reasoning = context.reasoning
             values |= {"template": context.template, "chat": context.chat}
-            values["two_stages"] = reasoning is not None
-            if reasoning is not None:
-                values["trigger"] = reasoning.trigger
-                values["max_reasoning_tokens"] = reasoning.max_tokens
+            values["two_stages"] = context.reasoning is not None
+            if context.reasoning is not None:
+                values["trigger"] = context.reasoning.trigger
+                values["max_reasoning_tokens"] = context.reasoning.max_tokens
         for name in values.keys() - given:
             if found.setdefault(name, values[name]) != values[name]:
                 raise InputError(
@@ -146,28 +165,3 @@ def _recorded(rows: Sequence[Inversion], given: set[str]) -> dict[str, Any]:
                     f"({found[name]!r} and {values[name]!r})."
                 )
     return found
-
-
-def _as_dicts(scores: dict[str, Accuracy]) -> list[dict[str, Any]]:
-    """The scores as they are written to `--out`."""
-    relative = changes(scores)
-    return [
-        {
-            "name": name,
-            "prompt_text": score.prompt_text,
-            "prompt_ids": score.prompt_ids,
-            "right": score.right,
-            "total": len(score.answered),
-            "accuracy": score.value,
-            "interval": score.interval,
-            "relative_change": relative[name],
-            "answered": score.answered,
-        }
-        for name, score in scores.items()
-    ]
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    cells = "{name}|{right} of {total}|{accuracy:.1%}|{interval[0]:.1%} to {interval[1]:.1%}"
-    change = "-" if row["relative_change"] is None else f"{row['relative_change']:+.1%}"
-    return [*cells.format(**row).split("|"), change, row["prompt_text"]]

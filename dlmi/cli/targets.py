@@ -6,9 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from dlmi.cli.output import check_new_file, table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.placement import default_device
@@ -62,7 +60,7 @@ def write(
     made = [describe_target(data.lm, target) for target in data.targets]
     write_targets(out, made)
     columns = ("k", "targets", "tokens", "geometric mean perplexity")
-    Console().print(table("", columns, _rows(made)))
+    print_table("", columns, _rows(made))
     print(f"{len(made)} targets of {data.lm.name} in {out}")
     return 0
 

@@ -2,15 +2,14 @@
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from dlmi.cli.output import check_new_file, table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.jsonl import to_line
@@ -75,32 +74,50 @@ def verify(
     places: dict[tuple[str, str], list[Inversion]] = {}  # so that each model is loaded once
     for name, kind, row in itertools.product(lms, dtypes, rows):
         places.setdefault((name or row.model, kind or row.dtype), []).append(row)
+    lcs = [row.lcs for row in rows], [row.round_trip_lcs for row in rows]
+    models = ", ".join(sorted({row.model for row in rows}))
+    kinds = ", ".join(sorted({f"{row.dtype}, recorded" for row in rows}))
+    lines = [(models, kinds, *_cells([row.exact for row in rows], *lcs))]
     tried: list[Transfer] = []
     for place, members in places.items():
         model = load_named(*place)
-        tried += [try_row(model, row, as_text) for row in members]
-    Console().print(_table(rows, tried))
+        group = [try_row(model, row, as_text) for row in members]
+        found = [t.lcs for t in group], [t.text_lcs for t in group]
+        cells = _cells([t.was_exact for t in group], *found)
+        lines.append((group[0].model, group[0].dtype, *cells))
+        tried += group
+    title = f"{len(rows)} prompts elsewhere, decoded one at a time"
+    columns = ("model", "dtype", "exact: ids", "exact: text", "LCS: ids", "LCS: text")
+    print_table(title, columns, lines, texts=["model", "dtype"])
     if out is not None:
         out.write_text("".join(map(to_line, tried)), encoding="utf-8")
         print(f"{len(tried)} prompts in {out}")
     return 0
 
 
+def _cells(was_exact: Sequence[bool], *lcs: Sequence[float | None]) -> list[str]:
+    """How many exact prompts are exact here, then the mean LCS of all: each as ids and as text."""
+    counts, means = [], []
+    for values in lcs:
+        known = [value for value in values if value is not None]  # all of them, or none
+        still = sum(value == 1 for value, was in zip(values, was_exact, strict=True) if was)
+        counts.append(f"{still} of {sum(was_exact)}" if known else "-")
+        means.append(f"{fmean(known):.3f}" if known else "-")
+    return [*counts, *means]
+
+
 def _verify(rows: Sequence[Inversion], load: Callable[[str, str], FrozenLM]) -> int:
     """Decode the prompts in the LM and dtype of their rows; returns the exit code."""
     screen = Console(stderr=True)
-    progress = track(rows, "decoding", console=screen, disable=not sys.stderr.isatty())
-    found = [verify_row(load(row.model, row.dtype), row) for row in progress]
+    shown = track(rows, "decoding", console=screen, disable=not screen.is_terminal)
+    found = [verify_row(load(row.model, row.dtype), row) for row in shown]
+    pasted = sum(row.round_trip_lcs == 1 for row in rows)
     lines = [
-        ("exact from ids", sum(r.exact for r in rows), sum(v.exact for v in found)),
-        (
-            "exact from text",
-            sum(r.round_trip_lcs == 1 for r in rows),
-            sum(v.text_exact for v in found),
-        ),
+        ("exact from ids", sum(row.exact for row in rows), sum(v.exact for v in found)),
+        ("exact from text", pasted, sum(v.text_exact for v in found)),
     ]
     title = f"{len(rows)} prompts decoded again, one at a time"
-    Console().print(table(title, ("", "recorded", "now"), lines, texts=[""]))
+    print_table(title, ("", "recorded", "now"), lines, texts=[""])
     failures = [
         f"{row.target_id}: {problem}"
         for row, verified in zip(rows, found, strict=True)
@@ -125,35 +142,3 @@ def _check_same_tokens(name: str, other: str) -> None:
             f"mean something else (id {first} is {mine.get(first)!r}, not {theirs.get(first)!r}). "
             "Use `--as_text true` to send the prompts as text."
         )
-
-
-def _table(rows: Sequence[Inversion], tried: Sequence[Transfer]) -> Table:
-    """A line for the recorded values, then one for each model and dtype that was tried.
-
-    "exact" counts only rows that are recorded as exact; LCS is the mean over all rows.
-    """
-    exact = [row for row in rows if row.exact]
-    lines = [
-        (
-            ", ".join(sorted({row.model for row in rows})),
-            ", ".join(sorted({f"{row.dtype}, recorded" for row in rows})),
-            f"{len(exact)} of {len(exact)}",
-            f"{sum(row.round_trip_lcs == 1 for row in exact)} of {len(exact)}",
-            _mean([row.lcs for row in rows]),
-            _mean([row.round_trip_lcs for row in rows]),
-        )
-    ]
-    for (model, dtype), members in itertools.groupby(tried, lambda t: (t.model, t.dtype)):
-        group = list(members)
-        from_ids = [t.lcs for t in group if t.lcs is not None]
-        ids = f"{sum(t.exact is True for t in group if t.was_exact)} of {len(exact)}"
-        text = f"{sum(t.text_exact for t in group if t.was_exact)} of {len(exact)}"
-        lcs = _mean(from_ids), _mean([t.text_lcs for t in group])
-        lines.append((model, dtype, ids if from_ids else "-", text, *lcs))
-    title = f"{len(rows)} prompts elsewhere, decoded one at a time"
-    columns = ("model", "dtype", "exact: ids", "exact: text", "LCS: ids", "LCS: text")
-    return table(title, columns, lines, texts=["model", "dtype"])
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.3f}" if values else "-"

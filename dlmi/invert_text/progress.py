@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import signal
 import threading
 import time
@@ -18,7 +19,6 @@ from dlmi.rows import Inversion
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.inverter import Inverter
 from dlmi.scoring.evaluation import Evaluation
-from dlmi.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
@@ -42,28 +42,23 @@ class Progress:
     seconds_left: float | None  # of the budget; None if only steps are limited
 
 
+OnProgress = Callable[[Progress], None]
+
+
 class Watch(InversionCallback):
     """Reports the progress of a search and keeps the best row of each text.
 
-    Args:
-        on_progress: Called after each step and each evaluation, for each text in progress.
-        seconds: Budget of time, or None.
-
-    Attributes:
-        stop_requested: Set by Ctrl-C: the run ends after its step.
-        found: The best row of each text, by the group of its targets.
+    A text is a target. Its starts are targets of their own, in a group that has the text's id.
     """
 
-    def __init__(
-        self, on_progress: Callable[[Progress], None] | None, seconds: float | None
-    ) -> None:
-        self.stop_requested = False
-        self.found: dict[str, Inversion] = {}
+    def __init__(self, on_progress: OnProgress | None, budget: float) -> None:
+        self.stop_requested = False  # set by Ctrl-C: the run ends after its step
+        self.found: dict[str, Inversion] = {}  # the best row of each text, by its id
+        self.latest: dict[str, Inversion] = {}  # the row of each start at its latest length
         self._on_progress = on_progress
-        self._budget = seconds
+        self._budget = budget  # in seconds; may be infinite
         self._started = time.monotonic()
-        self._best: dict[str | None, Evaluation] = {}  # by group
-        self._latest: dict[str, Inversion] = {}  # the row of each start, by the id of its target
+        self._best: dict[str | None, Evaluation] = {}  # of each text, by its id
 
     @property
     def seconds(self) -> float:
@@ -71,25 +66,9 @@ class Watch(InversionCallback):
         return time.monotonic() - self._started
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds left of the budget; None without a limit."""
-        return None if self._budget is None else max(0.0, self._budget - self.seconds)
-
-    @property
-    def solved(self) -> set[str]:
-        """The groups of the texts with an exact prompt."""
-        return {group for group, row in self.found.items() if row.exact}
-
-    @property
-    def prompts(self) -> dict[str, tuple[int, ...]]:
-        """The best prompt of each start at its latest length, by the id of its target."""
-        return {target_id: row.prompt_ids for target_id, row in self._latest.items()}
-
-    def go_on(self, target: Target) -> Target:
-        """A start of a text that goes on from its best prompt."""
-        start = dataclasses.replace(target, id=f"{target.id}#0", group=target.id)
-        self._latest[start.id] = self.found[target.id]
-        return start
+    def seconds_left(self) -> float:
+        """Seconds left of the budget."""
+        return max(0.0, self._budget - self.seconds)
 
     def on_evaluation(self, trainer: Trainer, module: Inverter, slots: list[Slot]) -> None:
         """Report the best of each text."""
@@ -103,14 +82,14 @@ class Watch(InversionCallback):
     def on_target_end(self, trainer: Trainer, module: Inverter, row: Inversion) -> None:
         """Keep the best row of each text; of exact ones that of the shortest prompt."""
         may_break = not module.vocabulary.must_round_trip
-        group = row.target_id.rpartition("#")[0]
+        text_id = row.target_id.rpartition("#")[0]
+        earlier = self.latest.get(row.target_id)  # of another length
         names = ("steps", "forward_tokens", "backward_tokens")
-        earlier = self._latest.get(row.target_id)  # of another length
         spent = {name: getattr(row, name) + getattr(earlier, name, 0) for name in names}
         row = dataclasses.replace(row, seconds=self.seconds, **spent)
-        self._latest[row.target_id] = row
-        self.found[group] = max(
-            self.found.get(group, row),
+        self.latest[row.target_id] = row
+        self.found[text_id] = max(
+            self.found.get(text_id, row),
             row,
             key=lambda r: (
                 r.round_trips or may_break,
@@ -120,9 +99,9 @@ class Watch(InversionCallback):
             ),
         )
 
-    def result(self, group: str) -> Inversion:
+    def result(self, text_id: str) -> Inversion:
         """The row of a text, with the seconds and the stop reason of the whole search."""
-        row = self.found[group]
+        row = self.found[text_id]
         if row.exact:
             return row
         # A run that is out of time counts as interrupted; here it has spent its budget.
@@ -134,12 +113,12 @@ class Watch(InversionCallback):
         if self._on_progress is None:
             return
         for slot in slots:
-            assert slot.best is not None
-            best = self._best.get(slot.target.group, slot.best)
-            is_exact = slot.best.output_ids == slot.target.ids
-            if is_exact and len(slot.best.prompt_ids) < len(best.prompt_ids):
-                best = slot.best
-            self._best[slot.target.group] = max(best, slot.best, key=lambda e: e.score)
+            new, group = slot.best, slot.target.group
+            assert new is not None
+            best = self._best.get(group, new)
+            is_exact = new.output_ids == slot.target.ids
+            is_shorter = is_exact and len(new.prompt_ids) < len(best.prompt_ids)
+            self._best[group] = new if is_shorter else max(best, new, key=lambda e: e.score)
         for slot in {slot.target.group: slot for slot in slots}.values():
             best, lm = self._best[slot.target.group], slot.tokens.lm
             progress = Progress(
@@ -155,7 +134,7 @@ class Watch(InversionCallback):
                 lcs=best.lcs,
                 exact=best.output_ids == slot.target.ids,
                 seconds=self.seconds,
-                seconds_left=self.seconds_left,
+                seconds_left=None if self._budget == math.inf else self.seconds_left,
             )
             self._on_progress(progress)
 

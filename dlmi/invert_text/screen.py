@@ -8,7 +8,7 @@ import logging
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Any
@@ -17,14 +17,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from dlmi.invert_text.progress import Progress
+from dlmi.invert_text.progress import OnProgress, Progress
 from dlmi.metrics import lcs_members
 from dlmi.rows import Inversion
 from dlmi.text import clock, counted, visible
 
 
 @contextmanager
-def search_screen(line_seconds: float = 10.0) -> Iterator[Callable[[Progress], None]]:
+def search_screen(line_seconds: float = 10.0) -> Iterator[OnProgress]:
     """Gives a function that shows progress: live in a terminal, else a line every few seconds."""
     console = Console(stderr=True, highlight=False, markup=False)
     handler = logging.Handler()

@@ -16,9 +16,8 @@ from datetime import timedelta
 from typing import Any, Literal, overload
 
 from dlmi.errors import InputError, check_at_least_one, check_positive
-from dlmi.invert_text.lengths import starting_from
-from dlmi.invert_text.named_methods import named_method
-from dlmi.invert_text.progress import Progress, Watch
+from dlmi.invert_text.methods import named_method, starting_from
+from dlmi.invert_text.progress import OnProgress, Watch
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.loading import load_lm
 from dlmi.lm.pass_dtype import PassDType
@@ -83,7 +82,7 @@ def invert(
     chat: bool = False,
     dtype: DType = "auto",
     pass_dtype: PassDType | None = "auto",
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Inversion | list[Inversion]:
     """Find the prompt after which a language model greedily says a text.
 
@@ -131,7 +130,9 @@ def invert(
         raise InputError("Expected `text` to be a text, or a list of at least one text.")
     lengths = AUTO_LENGTHS if prompt_length == "auto" else (prompt_length,)
     check_at_least_one("model", prompt_length=lengths[0], steps=steps, restarts=restarts)
-    check_positive("model", seconds=1.0 if seconds is None else seconds)
+    if seconds is None:
+        seconds = _DEFAULT_SECONDS if steps is None else math.inf
+    check_positive("model", seconds=seconds)
     check_allowed_tokens(allowed_tokens)
     around = find_template(template, chat, "`template`")
     if around is not None and around.fields:
@@ -148,11 +149,12 @@ def invert(
     if lm.max_positions is not None:  # those that fit; the shortest in any case
         room = lm.max_positions - max(target.longest_row(0) for target in targets)
         lengths = tuple(n for n in lengths if n < room) or lengths[:1]
-    watch = Watch(on_progress, _DEFAULT_SECONDS if seconds is steps is None else seconds)
+    watch = Watch(on_progress, seconds)
 
-    def run(starts: Sequence[Target], length: int, steps: int, seconds: float | None) -> None:
+    def run(starts: Sequence[Target], length: int, steps: int, seconds: float) -> None:
+        found = {start_id: row.prompt_ids for start_id, row in watch.latest.items()}
         inverter = Inverter(
-            starting_from(asked, watch.prompts),
+            starting_from(asked, found),
             prompt_length=length,
             steps=steps,
             eval_every=eval_every,
@@ -164,52 +166,57 @@ def invert(
             seed=seed,
         )
         data = TargetDataModule.of(lm, starts, batch_size=len(starts))
-        run_quietly(inverter, data, [watch], None if seconds is None else timedelta(0, seconds))
+        max_time = None if seconds == math.inf else timedelta(seconds=seconds)
+        run_quietly(inverter, data, [watch], max_time)
 
     with watch.stop_on_ctrl_c():
-        for index, length in enumerate(lengths):
-            left = watch.seconds_left
-            solved = watch.solved
-            if len(solved) == len(targets) or (index and (watch.stop_requested or left == 0)):
+        unsolved = targets
+        most = NO_STEP_LIMIT if steps is None else math.ceil(steps / len(lengths))
+        for tried, length in enumerate(lengths):
+            starts = [_start(target, i) for i in range(restarts) for target in unsolved]
+            run(starts, length, most, watch.seconds_left / (len(lengths) - tried))
+            unsolved = [target for target in targets if not watch.found[target.id].exact]
+            if not unsolved or watch.stop_requested or watch.seconds_left == 0:
                 break
-            starts = [  # targets of one group, with noise of their own
-                dataclasses.replace(target, id=f"{target.id}#{start}", group=target.id)
-                for start in range(restarts)
-                for target in targets
-                if target.id not in solved
-            ]
-            most = NO_STEP_LIMIT if steps is None else -(-steps // len(lengths))
-            run(starts, length, most, None if left is None else left / (len(lengths) - index))
         if prompt_length == "auto" and isinstance(asked, Search):
-            _shorten(watch, targets, steps, run)
+            _shorten(watch, [t for t in targets if watch.found[t.id].exact], steps, run)
     rows = [watch.result(target.id) for target in targets]
     return rows[0] if isinstance(text, str) else rows
 
 
+def _start(target: Target, number: int) -> Target:
+    """One of several starts of a text, with noise of its own."""
+    return dataclasses.replace(target, id=f"{target.id}#{number}", group=target.id)
+
+
 def _shorten(
     watch: Watch,
-    targets: Sequence[Target],
+    solved: Sequence[Target],
     steps: int | None,
-    run: Callable[[Sequence[Target], int, int, float | None], None],
+    run: Callable[[Sequence[Target], int, int, float], None],
 ) -> None:
     """Delete a token of each exact prompt, and search on from there, as long as that works."""
-    solved = [target for target in targets if target.id in watch.solved]
-    left, spent = watch.seconds_left, max((watch.found[t.id].steps for t in solved), default=0)
-    end = None if left is None else watch.seconds + _SHORTEN_SHARE * left
-    steps_left = math.inf if steps is None else _SHORTEN_SHARE * (steps - spent)
+    found = watch.found
+
+    def length_of(target: Target) -> int:
+        return len(found[target.id].prompt_ids)
+
+    spent = max((found[target.id].steps for target in solved), default=0)
+    last_step = math.inf if steps is None else spent + _SHORTEN_SHARE * (steps - spent)
+    last_second = watch.seconds + _SHORTEN_SHARE * watch.seconds_left
     while solved and not watch.stop_requested:
-        length = max(len(watch.found[target.id].prompt_ids) for target in solved)
-        few = int(min(_SHORTEN_STEPS, steps_left))
-        seconds = None if end is None else end - watch.seconds
-        if length == 1 or few < 1 or (seconds is not None and seconds <= 0):
+        length = max(map(length_of, solved))
+        longest = [target for target in solved if length_of(target) == length]
+        steps_left = last_step - max(found[target.id].steps for target in longest)
+        seconds_left = last_second - watch.seconds
+        if length == 1 or steps_left < 1 or seconds_left <= 0:
             return
         _log.info("found with %s; trying fewer", counted(length, "token"))
-        longest = [t for t in solved if len(watch.found[t.id].prompt_ids) == length]
-        before = {target.id: watch.found[target.id].steps for target in longest}
+        starts = [_start(target, 0) for target in longest]
+        watch.latest |= {s.id: found[t.id] for s, t in zip(starts, longest, strict=True)}
         with contextlib.suppress(InputError):  # a template or a method may need this length
-            run([watch.go_on(target) for target in longest], length - 1, few, seconds)
-        steps_left -= max(watch.found[t.id].steps - before[t.id] for t in longest)
-        solved = [t for t in solved if len(watch.found[t.id].prompt_ids) < length]
+            run(starts, length - 1, int(min(_SHORTEN_STEPS, steps_left)), seconds_left)
+        solved = [target for target in solved if length_of(target) < length]
 
 
 def _check_known(lm: FrozenLM, target: Target) -> None:

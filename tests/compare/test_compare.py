@@ -15,10 +15,9 @@ import yaml
 from helpers.cells_in_process import run_cells_in_process
 from helpers.command_line import CONFIGS, run
 from helpers.subprocess_runs import ROOT
-from rich.console import Console
 
 from dlmi import read_rows
-from dlmi.cli.compare import _results_table
+from dlmi.cli.compare import _print_results
 from dlmi.cli.fit import plan_fit
 from dlmi.compare.display import GridDisplay
 from dlmi.compare.grid import Grid, MethodSpec, plan
@@ -413,12 +412,12 @@ def test_names_of_the_grid_stay_in_its_folder(grid):
     assert names == ["b_.._.._x_31m-N4-seed0", "_-N4-seed0"]
 
 
-def test_labels_and_models_are_shown_as_text(copied, capsys):
+def test_labels_and_models_are_shown_as_text(copied, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     [group] = load([copied]).groups
     hostile = "[/b]\x1b[31m"
     series = tuple(dataclasses.replace(s, label=hostile) for s in group.series)
-    table = _results_table(dataclasses.replace(group, model=hostile, series=series))
-    Console(width=200).print(table)
+    _print_results(dataclasses.replace(group, model=hostile, series=series))
     shown = capsys.readouterr().out
     assert shown.count("[/b]\\x1b[31m") == 1 + len(series)
     assert "\x1b" not in shown

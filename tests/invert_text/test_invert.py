@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlmi import InputError, Inversion, Inverter, Progress, TargetDataModule, invert
 from dlmi.cli.main import main
-from dlmi.invert_text.lengths import starting_from
-from dlmi.invert_text.named_methods import named_method
+from dlmi.invert_text.methods import named_method, starting_from
 from dlmi.invert_text.screen import own_words, print_found, search_screen, shell_quoted
 from dlmi.invert_text.search import AUTO_LENGTHS
 from dlmi.methods import DLMI, GCG, PEZ, SwapSearch
