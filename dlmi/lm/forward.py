@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.nn import functional as F
 
 from dlmi.errors import first_line
 from dlmi.lm.memory import is_out_of_memory
@@ -17,13 +16,13 @@ from dlmi.lm.prefix import Prefix, empty_cache
 class Forward:
     """Embeddings to logits by a model of `transformers`."""
 
-    def __init__(self, model: Any, embedding_matrix: Tensor, precision: PassPrecision) -> None:
+    def __init__(self, model: Any, precision: PassPrecision) -> None:
         self._model = model
-        self._embedding_matrix = embedding_matrix
         self._precision = precision
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
         self._can_compile = True
+        self._has_tried = False  # to compile
         self.takes_caches = False  # whether it is known that a cache of ours is like its own
         # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
         # multiply one by one, reading the whole head for each.
@@ -45,10 +44,8 @@ class Forward:
         The input comes after a prefix, after a cache, or at the start. Only passes with a gradient
         and no cache are ever compiled.
         """
-        rows, device = len(inputs_embeds), inputs_embeds.device
-        if prefix is not None and (cache := prefix.cache(rows)) is None:
-            prefix_embeds = F.embedding(prefix.ids, self._embedding_matrix).expand(rows, -1, -1)
-            inputs_embeds = torch.cat([prefix_embeds, inputs_embeds], dim=1)
+        if prefix is not None:
+            cache = prefix.cache(len(inputs_embeds))
         use_cache = use_cache or cache is not None
         if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
@@ -58,16 +55,17 @@ class Forward:
             output = self._call(inputs_embeds, keep, cache, use_cache)
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # To the device of the prompts (the head may be on another), in float32 or better.
-        return logits.to(device, torch.promote_types(logits.dtype, torch.float32)), cache
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(inputs_embeds.device, dtype), cache
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
+        self._has_tried = True
         try:
             self._compiled = self._compiled or torch.compile(self._run)
             logits: Tensor = self._compiled(inputs_embeds, keep)
         except Exception as error:  # no C++ compiler, an unsupported layer, ...
-            if is_out_of_memory(error):
+            if not self.gives_up_compiling(error):
                 raise
-            self._give_up(error)
             return self._run(inputs_embeds, keep)
         return logits
 
@@ -76,15 +74,12 @@ class Forward:
 
         A backward pass is compiled when it runs, so its caller asks this and makes the pass again.
         """
-        if self._compiled is None or not self._can_compile or is_out_of_memory(error):
+        if not self._has_tried or not self._can_compile or is_out_of_memory(error):
             return False
-        self._give_up(error)
-        return True
-
-    def _give_up(self, error: Exception) -> None:
         self._can_compile = False
         reason = f"{type(error).__name__}: {first_line(error)}"
         rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
+        return True
 
     def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]

@@ -41,15 +41,6 @@ class FrozenLM:
         revision: Commit, package version or file hash, if known.
         bos: The token that targets are generated from and that may stand before a prompt, as text
             or id. Default: the tokenizer's BoS, else its EoS.
-
-    Attributes:
-        rows_per_pass: Cuts passes over many rows to what fits into memory.
-        precision: The autocast dtype of its passes.
-        compile_passes: Whether passes with a gradient are compiled.
-        copies: Copies with weights of other dtypes (`dlmi.lm.pass_dtype`).
-        end_ids: Tokens that end a text of the LM.
-        embedding_matrix: The embedding of each id, (rows, d).
-        prompt_token_ids: The ids that a prompt may hold: rows of unused ids are left out.
     """
 
     def __init__(
@@ -65,16 +56,17 @@ class FrozenLM:
         self.name = name
         self.revision = revision
         self.bos = bos
-        self.rows_per_pass = RowsPerPass()
+        self.rows_per_pass = RowsPerPass()  # cuts passes over many rows to what fits into memory
         self.precision = PassPrecision()
-        self.compile_passes = False
-        self.copies: dict[torch.dtype, FrozenLM] = {}
-        self.embedding_matrix = checks.read_embedding_matrix(model)
+        self.compile_passes = False  # those with a gradient
+        self.copies: dict[torch.dtype, FrozenLM] = {}  # weights in other dtypes (`pass_dtype`)
+        self.embedding_matrix = checks.read_embedding_matrix(model)  # (rows, d)
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
+        # What a prompt may hold: rows of unused ids are left out
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
-        self.end_ids = generation.replace_config(model, self.eos_id)
+        self.end_ids = generation.replace_config(model, self.eos_id)  # each ends a text of the LM
         checks.check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
-        self._run = Forward(model, self.embedding_matrix, self.precision)
+        self._run = Forward(model, self.precision)
 
     def __repr__(self) -> str:
         kind = type(self.model).__name__
@@ -142,8 +134,9 @@ class FrozenLM:
     @functools.cached_property
     def can_share(self) -> bool:
         """Whether keys and values of its cache can be shared and cut, tried on one token."""
-        one = self.read_prefix(self.prompt_token_ids[:1].to(self.device))
-        self._run.takes_caches = one.layers is not None
+        with torch.no_grad():
+            _, cache = self._run(self.embed(self._some_ids(1))[None], 1, use_cache=True)
+        self._run.takes_caches = read_layers(cache) is not None
         return self._run.takes_caches
 
     @functools.cached_property
@@ -191,12 +184,13 @@ class FrozenLM:
     def read_prefix(self, ids: Tensor, known: Prefix | None = None) -> Prefix:
         """Tokens, (L,), after a known prefix if there is one, with their keys and values.
 
-        These are in the LM's own dtype, without autocast: measurements may use them.
+        Only if `can_share`. In the LM's own dtype, without autocast: measurements may use them.
         """
         with self.precision.set_to(None):
             _, cache = self._run(self.embed(ids)[None], 1, known, use_cache=True)
-        all_ids = ids if known is None else torch.cat([known.ids, ids])
-        return Prefix(all_ids, read_layers(cache))
+        layers = read_layers(cache)
+        assert layers is not None
+        return Prefix(ids if known is None else torch.cat([known.ids, ids]), layers)
 
     def target_logits(
         self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
@@ -227,8 +221,7 @@ class FrozenLM:
 
         With `captures`, also the keys and values of each row.
         """
-        layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
-        now = PackedPass(layout, layers, captures)
+        now = PackedPass(layout, [prefix.layers for prefix in prefixes], captures)
         inputs_embeds = inputs_embeds.to(self.dtype)
         if padding := layout.tokens - len(inputs_embeds):
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, padding))
@@ -296,8 +289,7 @@ class FrozenLM:
     ) -> list[list[int]]:
         """Greedy continuations of rows of ids, without the token that ends a text.
 
-        `stop` is a text that ends a continuation; the token that completes it is kept. Rows are
-        sorted by length, so that few of a batch are padded.
+        `stop` is a text that ends a continuation; the token that completes it is kept.
         """
         return generation.generate(self, rows, max_tokens, stop, batch_size)
 
