@@ -5,9 +5,6 @@ a logit until its token is drawn: among 50 samples from 50,000 tokens no two agr
 the draws looks like 0. How often samples agree follows from Z.
 """
 
-from dataclasses import dataclass
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -16,40 +13,27 @@ from dlmi.gradients.truth import Truth
 MIN_EVENTS = 10  # a smaller count is off by a third and more
 
 
-@dataclass(frozen=True)
-class SampleCoverage:
-    """Expected numbers of coincidences among the samples of the draws."""
+def expected_events(
+    logits: Tensor, draws: int, num_samples: int, truth: Truth | None
+) -> tuple[float, float]:
+    """How many events norm and SNR, and how many cosine and bias, are based on, from Z, (N, V).
 
-    pairs: float  # of samples from two draws that share a token at a position
-    known_pairs: float = 0.0  # the same among the logits that the truth knows
-    # Samples with a token of the truth, weighted by its squared gradient; pairs if it is sparse
-    truth_hits: float = 0.0
-
-    @property
-    def shows_spread(self) -> bool:
-        """Whether the draws are enough for norm and SNR."""
-        return self.pairs >= MIN_EVENTS
-
-    @property
-    def shows_agreement(self) -> bool:
-        """Whether the draws are enough for cosine and bias."""
-        return min(self.known_pairs, self.truth_hits) >= MIN_EVENTS
-
-    @classmethod
-    def of(cls, logits: Tensor, draws: int, num_samples: int, truth: Truth | None) -> Self:
-        """From Z, (N, V), by which the samples are drawn."""
-        p = torch.softmax(logits.detach().double(), dim=-1).flatten()
-        # Of a token that nearly all samples hold, its absence is the rare event.
-        probabilities = torch.minimum(p, 1 - p)
-        all_pairs = draws * (draws - 1) / 2 * num_samples**2
-        pairs = all_pairs * float(probabilities.square().sum())
-        if truth is None:
-            return cls(pairs)
-        known = truth.restrict(probabilities[None])[0]
-        together = float(known.square().sum())
-        if truth.kind in ("rloo", "as_in_code"):
-            hits = truth.samples * together
-        else:
-            weights = truth.blocks.mean(0).double().square()
-            hits = float((weights * known).sum() / weights.sum().clamp_min(1e-300))
-        return cls(pairs, all_pairs * together, draws * num_samples * hits)
+    The first is the expected number of pairs of samples from two draws that share a token at a
+    position. The second is that among the logits that the truth knows or, if it is smaller, the
+    number of samples with a token of the truth, weighted by its squared gradient.
+    """
+    p = torch.softmax(logits.detach().double(), dim=-1).flatten()
+    # Of a token that nearly all samples hold, its absence is the rare event.
+    probabilities = torch.minimum(p, 1 - p)
+    all_pairs = draws * (draws - 1) / 2 * num_samples**2
+    pairs = all_pairs * float(probabilities.square().sum())
+    if truth is None:
+        return pairs, 0.0
+    known = truth.restrict(probabilities[None])[0]
+    together = float(known.square().sum())
+    if truth.kind in ("rloo", "as_in_code"):  # sparse, too
+        hits = truth.samples * together
+    else:
+        weights = truth.blocks.mean(0).double().square()
+        hits = float((weights * known).sum() / weights.sum().clamp_min(1e-300))
+    return pairs, min(all_pairs * together, draws * num_samples * hits)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dlmi.gradient_rows import STATISTICS, UNDEFINED, Statistic
-from dlmi.gradients.coverage import SampleCoverage
+from dlmi.gradients.coverage import MIN_EVENTS
 from dlmi.gradients.intervals import Indices, exponential, jackknife, square_root
 from dlmi.gradients.truth import Truth
 
@@ -34,20 +34,21 @@ _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 
 
 def measure(
-    gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
+    gradients: Tensor, truth: Truth | None, events: tuple[float, float] = (math.inf, math.inf)
 ) -> dict[str, Statistic]:
-    """All statistics of K draws, (K, N V); a sparse estimator comes with its coverage.
+    """All statistics of K draws, (K, N V); `events` are those of a sparse estimator (`coverage`).
 
     Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
     """
+    shows_spread, shows_agreement = (count >= MIN_EVENTS for count in events)
     products = inner_products(gradients, gradients)
     found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}
-    if coverage is None or coverage.shows_spread:
+    if shows_spread:
         found.update(spread(products))
     if truth is not None:
         known = truth.restrict(gradients)
         found["bias_max"] = bias_max(known, truth.blocks)
-        if coverage is None or coverage.shows_agreement:
+        if shows_agreement:
             own = products if truth.coordinates is None else inner_products(known, known)
             cross = inner_products(known, truth.blocks)
             found.update(agreement(own, cross, inner_products(truth.blocks, truth.blocks)))
@@ -72,16 +73,15 @@ def squared_norm(products: Tensor, indices: Indices) -> float:
     return float((part.sum() - part.trace()) / (count * (count - 1)))
 
 
-def squared_snr(products: Tensor, indices: Indices) -> float:
-    """Squared norm of the mean of some draws over the sum of their variances."""
-    signal = squared_norm(products, indices)
-    variance = float(products.diagonal()[indices].mean()) - signal
-    return signal / variance if variance > 0 else math.inf
-
-
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+
+    def squared_snr(draws: Indices, _: Indices) -> float:
+        signal = squared_norm(products, draws)
+        variance = float(products.diagonal()[draws].mean()) - signal
+        return signal / variance if variance > 0 else math.inf
+
+    squared = jackknife(squared_snr, len(products))
     norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
     inverted = (squared.value, squared.high, squared.low)
     return {

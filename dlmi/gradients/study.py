@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.gradients.coverage import SampleCoverage
+from dlmi.gradients.coverage import expected_events
 from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
 from dlmi.gradients.estimators import Estimator, is_sparse, label, state_along
 from dlmi.gradients.statistics import inner_products, measure, squared_norm
@@ -86,7 +86,7 @@ def measure_state(
         pilots = (draw_gradients(*pair, slot, ["pilot"], reader)[0] for pair in pairs)
         truth = _find_truth(loss, slot, settings, samples, pilots)
         description = _describe(truth)
-    coverage = SampleCoverage.of(logits, settings.draws, samples, truth)
+    events = expected_events(logits, settings.draws, samples, truth)
     for method, state in pairs:
         gradients = draw_gradients(method, state, slot, range(settings.draws), reader)
         tau = method.diagnostics(DrawSlot.of(slot, method), state).get("tau")
@@ -94,7 +94,7 @@ def measure_state(
             "estimator": label(method),
             "tau": None if tau is None else float(tau.mean()),
             "truth": description,
-            **measure(gradients, truth, coverage if is_sparse(method) else None),
+            **measure(gradients, truth, events if is_sparse(method) else (math.inf, math.inf)),
         }
 
 

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import ctypes
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +29,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class RowsPerPass:
-    """Cuts passes over many rows of one LM.
-
-    Args:
-        setting: Rows of a pass, or `auto` for as many as fit into the free memory.
-    """
+    """Cuts passes over many rows of one LM: to so many, or to what fits into the free memory."""
 
     def __init__(self, setting: RowsSetting = "auto") -> None:
         if setting != "auto":
@@ -51,21 +48,15 @@ class RowsPerPass:
         gradient: bool = False,
         is_packed: bool = False,
     ) -> list[slice]:
-        """Which rows go through the LM at once, if memory does not run out.
+        """Which rows go through a `FrozenLM` at once, if memory does not run out.
 
-        Args:
-            lm: The `FrozenLM` of the passes.
-            rows: Number of rows.
-            tokens: Tokens of a row, on average if they are packed.
-            keep: Positions of a row with logits.
-            gradient: Whether the passes keep a graph.
-            is_packed: Whether rows of different lengths run in one packed pass.
+        `tokens` and `keep` are the tokens of a row and its positions with logits, on average if
+        rows of different lengths are packed. Passes with a `gradient` keep a graph.
         """
         limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
         if is_packed and self.setting == "auto" and lm.device.type == "cpu":
             limit = min(limit, max(1, _PACKED_TOKENS // tokens))
-        passes = -(-rows // limit)
-        size = -(-rows // passes)  # as even as possible: fewer shapes, fuller passes
+        size = math.ceil(rows / math.ceil(rows / limit))  # even: fewer shapes, fuller passes
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def run(
@@ -167,11 +158,9 @@ def free_memory(device: torch.device) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU."""
-    messages = (
-        *("can't allocate memory", "not enough memory"),  # of the CPU
-        # Of libraries that allocate beside PyTorch, and of the driver
-        *("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED"),
-    )
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        message in str(error) for message in messages
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    of_cpu = ("can't allocate memory", "not enough memory")
+    # Of the driver, and of libraries that allocate on their own
+    of_gpu = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
+    return any(message in str(error) for message in of_cpu + of_gpu)

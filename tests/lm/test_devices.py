@@ -132,11 +132,6 @@ def test_quantisation_without_the_package_is_one_line(model_folder, monkeypatch)
         load_lm(str(model_folder()), quantization="int8")
 
 
-def test_quantisation_needs_a_dtype_that_it_knows(model_folder):
-    with pytest.raises(InputError, match="float64"):
-        load_lm(str(model_folder()), "float64", quantization="int4")
-
-
 @pytest.fixture
 def quantised(model_folder):
     pytest.importorskip("bitsandbytes")
