@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
-from dlmi.gradients.coverage import expected_events
 from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
 from dlmi.gradients.estimators import Estimator, is_sparse, label, state_along
-from dlmi.gradients.statistics import inner_products, measure, squared_norm
+from dlmi.gradients.statistics import expected_events, inner_products, measure, squared_norm
 from dlmi.gradients.truth import (
     AS_IN_CODE_DRAWS,
     HardLoss,

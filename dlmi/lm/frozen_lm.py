@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlmi.errors import InputError
-from dlmi.lm import checks, generation
-from dlmi.lm.forward import Forward
+from dlmi.lm import generation
+from dlmi.lm.forward import Forward, check_invertible, read_embedding_matrix
 from dlmi.lm.memory import RowsPerPass
 from dlmi.lm.packed import PackedLayout, PackedPass, packed_attention, packs_right
 from dlmi.lm.placement import fingerprint, quantized_bits
@@ -60,12 +60,12 @@ class FrozenLM:
         self.precision = PassPrecision()
         self.compile_passes = False  # those with a gradient
         self.copies: dict[torch.dtype, FrozenLM] = {}  # weights in other dtypes (`pass_dtype`)
-        self.embedding_matrix = checks.read_embedding_matrix(model)  # (rows, d)
+        self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
         # What a prompt may hold: rows of unused ids are left out
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
         self.end_ids = generation.replace_config(model, self.eos_id)  # each ends a text of the LM
-        checks.check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
+        check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
         self._run = Forward(model, self.precision)
 
     def __repr__(self) -> str:
@@ -93,12 +93,6 @@ class FrozenLM:
     def is_spread(self) -> bool:
         """Whether its layers are on several devices or offloaded."""
         return getattr(self.model, "_hf_hook", None) is not None  # accelerate's
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """All devices that hold weights; offloaded layers are computed on one of them."""
-        found = {p.device for p in self.model.parameters() if p.device.type != "meta"}
-        return sorted(found, key=str)
 
     @property
     def max_positions(self) -> int | None:
@@ -190,7 +184,7 @@ class FrozenLM:
             _, cache = self._run(self.embed(ids)[None], 1, known, use_cache=True)
         layers = read_layers(cache)
         assert layers is not None
-        return Prefix(ids if known is None else torch.cat([known.ids, ids]), layers)
+        return Prefix(len(known or ()) + len(ids), layers)
 
     def target_logits(
         self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
@@ -280,18 +274,7 @@ class FrozenLM:
         rest_ids = self.greedy(output_ids[:, right : right + 1], length - 1 - right, cache=known)
         return logits, torch.cat([output_ids[:, : right + 1], rest_ids], dim=1)
 
-    def generate(
-        self,
-        rows: Sequence[Sequence[int]],
-        max_tokens: int,
-        stop: str | None = None,
-        batch_size: int = 16,
-    ) -> list[list[int]]:
-        """Greedy continuations of rows of ids, without the token that ends a text.
-
-        `stop` is a text that ends a continuation; the token that completes it is kept.
-        """
-        return generation.generate(self, rows, max_tokens, stop, batch_size)
+    generate = generation.generate
 
     @torch.no_grad()
     def token_log_probs(self, ids: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Rows are independent, so a pass may be cut into passes over fewer rows. The resu
 in the last digit.
 """
 
-import collections
 import contextlib
 import ctypes
 import gc
@@ -114,14 +113,16 @@ def graph_bytes(lm: Any, tokens: int) -> dict[torch.device, int]:
         saved[storage.data_ptr()] = (tensor.device, storage.nbytes())
         return tensor
 
-    weights = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
+    parameters = list(lm.model.parameters())
+    weights = {p.untyped_storage().data_ptr() for p in parameters}
     embeds = torch.zeros(1, tokens, lm.embedding_matrix.shape[1], device=lm.device, dtype=lm.dtype)
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
     with torch.enable_grad(), hooks, lm.not_compiled():
         lm.last_logits(embeds.requires_grad_(), keep=1)
-    total = collections.Counter(dict.fromkeys(lm.devices, 0))
+    # Offloaded layers are computed on one of the devices that hold weights.
+    total = {p.device: 0 for p in parameters if p.device.type != "meta"}
     for pointer, (device, size) in saved.items():
-        total[device] += size if pointer not in weights else 0
+        total[device] = total.get(device, 0) + (size if pointer not in weights else 0)
     return total
 
 

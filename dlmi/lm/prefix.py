@@ -68,30 +68,26 @@ def make_cache(layers: Layers, length: int, rows: int = -1) -> Any:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Fixed tokens before the learned ones."""
+    """The keys and values of fixed tokens before the learned ones."""
 
-    ids: Tensor  # (L,)
-    layers: Layers  # their keys and values, perhaps of more tokens
+    length: int  # how many tokens
+    layers: Layers  # of these tokens, and perhaps of others after them
 
     @classmethod
     def joined(cls, known: "Prefix | None", ids: Sequence[int], layers: Layers) -> "Prefix":
         """A known prefix and the tokens after it, with their keys and values."""
         if known is None:
-            return cls(torch.tensor(ids), layers)
-        length = len(known)
+            return cls(len(ids), layers)
+        length = known.length
         both = [
             (torch.cat([old_k[:, :, :length], k], 2), torch.cat([old_v[:, :, :length], v], 2))
             for (old_k, old_v), (k, v) in zip(known.layers, layers, strict=True)
         ]
-        return cls(torch.cat([known.ids, torch.tensor(ids).to(known.ids)]), both)
+        return cls(length + len(ids), both)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.length
 
     def shortened(self, length: int) -> "Prefix":
         """The first `length` tokens; their keys and values are not copied."""
-        return Prefix(self.ids[:length], self.layers)
-
-    def cache(self, rows: int) -> Any:
-        """A new cache for a pass over `rows` rows."""
-        return make_cache(self.layers, len(self.ids), rows)
+        return Prefix(length, self.layers)

@@ -114,7 +114,8 @@ class Target:
     def from_json(cls, row: dict[str, Any]) -> "Target":
         """The inverse of `to_json`; raises `InputError` where a value has the wrong type."""
         if "examples" not in row:
-            example = {name: row[name] for name in ("id", "ids", "text") if name in row}
+            names = ["id", "ids", "text"]
+            example = {name: row[name] for name in names if name in row}
             if not isinstance(row.get("context"), str | None):  # a text is a field of a template
                 example["context"] = row["context"]
             row = {**row, "examples": [example]}

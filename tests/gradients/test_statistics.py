@@ -7,12 +7,13 @@ import torch
 from helpers.toy_slot import ToyReader, normal, quadratic, toy_slot
 
 from dlmi.gradient_rows import STATISTICS, Statistic
-from dlmi.gradients.coverage import MIN_EVENTS, expected_events
 from dlmi.gradients.draws import draw_gradients, hard_loss
 from dlmi.gradients.intervals import jackknife
 from dlmi.gradients.statistics import (
+    MIN_EVENTS,
     agreement,
     bias_max,
+    expected_events,
     inner_products,
     measure,
     spread,

@@ -160,19 +160,10 @@ def backward(
         grid = (group.positions, triton.cdiv(width, _TILE.value))
         for (slot, _), (span, own) in zip(group.spans(), rows, strict=True):
             tau_parts = gradient.new_empty(grid)
-            launch(
-                _gradient_kernel,
-                grid,
-                *own,
-                sums.peak[span],
-                means[span],
-                product[span],
-                logit_gradients[slot],
-                tau_parts,
-                (span.stop - span.start) // group.positions,
-                first,
-                width,
-            )
+            samples = (span.stop - span.start) // group.positions
+            of_rows = (sums.peak[span], means[span], product[span])
+            results = (logit_gradients[slot], tau_parts)
+            launch(_gradient_kernel, grid, *own, *of_rows, *results, samples, first, width)
             if tau_gradient is not None:
                 tau_gradient[slot].sub_(tau_parts.sum(-1))
 
