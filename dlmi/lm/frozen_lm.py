@@ -56,11 +56,21 @@ class FrozenLM:
         self.name = name
         self.revision = revision
         self.bos = bos
+        self.eos_id: int | None = tokenizer.eos_token_id
+        # How many tokens it can read, if its config says so
+        self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
+        # Whether its layers are on several devices or offloaded: it has a hook of accelerate's
+        self.is_spread = getattr(model, "_hf_hook", None) is not None
         self.rows_per_pass = RowsPerPass()  # cuts passes over many rows to what fits into memory
         self.precision = PassPrecision()
         self.compile_passes = False  # those with a gradient
         self.copies: dict[torch.dtype, FrozenLM] = {}  # weights in other dtypes (`pass_dtype`)
         self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
+        self.device = self.embedding_matrix.device  # where prompts are made
+        self.dtype = self.embedding_matrix.dtype  # of its computations; weights may be quantised
+        bits = quantized_bits(model.config)
+        # In result rows: `float32`, or `float16+int8` for weights in 8 bits
+        self.dtype_name = str(self.dtype).removeprefix("torch.") + (f"+{bits}" if bits else "")
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
         # What a prompt may hold: rows of unused ids are left out
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
@@ -71,38 +81,6 @@ class FrozenLM:
     def __repr__(self) -> str:
         kind = type(self.model).__name__
         return f"FrozenLM({self.name!r}, {kind}, {self.dtype_name}, {self.device})"
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the embeddings, where prompts are made."""
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its computations; its weights may be quantised."""
-        return self.embedding_matrix.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """Its dtype in result rows: `float32`, or `float16+int8` for weights in 8 bits."""
-        bits = quantized_bits(self.model.config)
-        return str(self.dtype).removeprefix("torch.") + (f"+{bits}" if bits else "")
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether its layers are on several devices or offloaded."""
-        return getattr(self.model, "_hf_hook", None) is not None  # accelerate's
-
-    @property
-    def max_positions(self) -> int | None:
-        """How many tokens the LM can read, if its config says so."""
-        return getattr(self.model.config, "max_position_embeddings", None)
-
-    @property
-    def eos_id(self) -> int | None:
-        """The end-of-sequence token, if there is one."""
-        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
     def bos_id(self) -> int:

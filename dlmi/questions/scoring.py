@@ -16,8 +16,7 @@ from scipy.stats import binomtest
 
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.targets.answers import find_answer, is_number
-from dlmi.targets.questions import Question
+from dlmi.targets.questions import Question, find_answer, is_number
 from dlmi.targets.template import Template
 from dlmi.tokens.token_sets import select_tokens
 

@@ -15,8 +15,7 @@ from dlmi.questions.scoring import (
     score_each,
     score_prompt,
 )
-from dlmi.targets.answers import normalise
-from dlmi.targets.questions import Question, load_questions
+from dlmi.targets.questions import Question, load_questions, normalise
 from dlmi.targets.template import Template
 
 # ---- scores
