@@ -85,8 +85,7 @@ class RowsPerPass:
             self._ceiling = size = (size + 1) // 2
             rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # of every device
+            torch.cuda.empty_cache()  # of every device
 
     def _limit(self, lm: Any, tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
