@@ -26,6 +26,7 @@ Axes: K draws, T blocks, P logits.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,3 +183,16 @@ def expected_events(
         weights = truth.blocks.mean(0).double().square()
         hits = float((weights * known).sum() / weights.sum().clamp_min(1e-300))
     return pairs, min(all_pairs * together, draws * num_samples * hits)
+
+
+def describe_truth(truth: Truth) -> dict[str, Any]:
+    """How a truth was found, and its norm, as in a `GradientRow`."""
+    blocks = range(len(truth.blocks))
+    square = squared_norm(inner_products(truth.blocks, truth.blocks), list(blocks))
+    return {
+        "kind": truth.kind,
+        "samples": truth.samples,
+        "blocks": len(blocks),
+        "coordinates": None if truth.coordinates is None else len(truth.coordinates),
+        "norm": math.sqrt(square) if square > 0 else None,
+    }

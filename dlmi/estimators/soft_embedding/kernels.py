@@ -170,7 +170,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
     # Kernels find an entry by its row and column alone.
     if not all(x.is_contiguous() for x in arguments if isinstance(x, Tensor)):
         raise ValueError("Expected every tensor of a kernel to be contiguous.")
-    with torch.cuda.device_of(arguments[0]):
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
         kernel[grid](*arguments)
 
 
