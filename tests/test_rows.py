@@ -1,4 +1,4 @@
-"""Rows of any age are read; what is none is told in one line; none of it needs torch."""
+"""Rows of earlier versions are read; invalid ones give one clear line; torch is not needed."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_a_row_survives_being_written(old):
     assert {"lcs", "exact", "seconds", "steps", "forward_tokens", "metrics"} <= written.keys()
 
 
-def test_numbers_that_are_none_survive(old):
+def test_nan_and_infinity_survive(old):
     row = Inversion.from_json(old)
     point = dataclasses.replace(row.trace[0], discrete_loss=math.inf, means={"tau": math.nan})
     row = dataclasses.replace(row, discrete_loss=math.nan, trace=(point,))
@@ -81,7 +81,7 @@ def test_a_wrong_row_is_one_line_with_its_place(old, change, message, tmp_path):
     ],
     ids=lambda line: repr(line[:16]),
 )
-def test_what_is_no_object_is_refused(line):
+def test_anything_but_an_object_is_refused(line):
     with pytest.raises(InputError):
         parse_object(line)
 

@@ -61,7 +61,7 @@ class FrozenLM:
         self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         # Whether its layers are on several devices or offloaded: it has a hook of accelerate's
         self.is_spread = getattr(model, "_hf_hook", None) is not None
-        self.rows_per_pass = RowsPerPass()  # cuts passes over many rows to what fits into memory
+        self.rows_per_pass = RowsPerPass()  # splits passes that do not fit into memory
         self.precision = PassPrecision()
         self.compile_passes = False  # those with a gradient
         self.copies: dict[torch.dtype, FrozenLM] = {}  # weights in other dtypes (`pass_dtype`)

@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class RowsPerPass:
-    """Cuts passes over many rows of one LM: to so many, or to what fits into the free memory."""
+    """Splits passes over many rows of one LM: to a given size, or to what fits into memory."""
 
     def __init__(self, setting: RowsSetting = "auto") -> None:
         if setting != "auto":

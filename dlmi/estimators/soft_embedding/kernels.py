@@ -24,7 +24,7 @@ _SHIFT = tl.constexpr(SHIFT)
 _MULTIPLIER = tl.constexpr(MULTIPLIER % 2**32)
 _SIGN_MASK = tl.constexpr(SIGN_MASK)
 _UNIT = tl.constexpr(UNIT)
-_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, is no nan
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, gives no NaN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
