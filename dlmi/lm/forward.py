@@ -59,8 +59,7 @@ class Forward:
         self._precision = precision
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
-        self._can_compile = True
-        self._has_tried = False  # to compile
+        self._compiles: bool | None = None  # None: not tried yet; False: given up
         self.takes_caches = False  # whether it is known that a cache of ours is like its own
         # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
         # multiply one by one, reading the whole head for each.
@@ -85,7 +84,8 @@ class Forward:
         if prefix is not None:
             cache = make_cache(prefix.layers, len(prefix), rows=len(inputs_embeds))
         use_cache = use_cache or cache is not None
-        if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
+        is_compiled = is_compiled and self._compiles is not False
+        if is_compiled and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
         else:
             if cache is None and self.takes_caches:
@@ -97,7 +97,7 @@ class Forward:
         return logits.to(inputs_embeds.device, dtype), cache
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
-        self._has_tried = True
+        self._compiles = True
         try:
             self._compiled = self._compiled or torch.compile(self._run)
             logits: Tensor = self._compiled(inputs_embeds, keep)
@@ -112,9 +112,9 @@ class Forward:
 
         A backward pass is compiled when it runs, so its caller asks this and makes the pass again.
         """
-        if not self._has_tried or not self._can_compile or is_out_of_memory(error):
+        if not self._compiles or is_out_of_memory(error):
             return False
-        self._can_compile = False
+        self._compiles = False
         reason = f"{type(error).__name__}: {first_line(error)}"
         rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
         return True
