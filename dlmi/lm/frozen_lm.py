@@ -56,7 +56,6 @@ class FrozenLM:
         self.name = name
         self.revision = revision
         self.bos = bos
-        self.eos_id: int | None = tokenizer.eos_token_id
         # How many tokens it can read, if its config says so
         self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         # Whether its layers are on several devices or offloaded: it has a hook of accelerate's
@@ -81,6 +80,11 @@ class FrozenLM:
     def __repr__(self) -> str:
         kind = type(self.model).__name__
         return f"FrozenLM({self.name!r}, {kind}, {self.dtype_name}, {self.device})"
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-sequence token, if there is one."""
+        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
     def bos_id(self) -> int:
