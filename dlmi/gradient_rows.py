@@ -26,57 +26,37 @@ UNDEFINED = Statistic(None, None, None)
 class GradientRow:
     """Statistics of an estimator's gradient with respect to Z at one state of one run.
 
-    The intervals of statistics are over draws (and over the truth's blocks).
-
-    Attributes:
-        estimator: Label of the measured estimator.
-        trajectory: `own` if the state is one of the estimator's own run, else the label of the
-            estimator whose run it is.
-        step: Optimisation steps taken before the state.
-        prompt_length: N.
-        target_length: M.
-        num_samples: Samples per draw, S.
-        draws: Draws measured.
-        tau: Mean over positions of the estimator's temperature; None for the score function.
-        truth: How the true gradient was found: `kind`, `samples` (prompts it took), `blocks`,
-            `coordinates` (logits it knows; None for all) and `norm` (its noise-corrected norm over
-            those). None where no truth was due at this step. The kind `as_in_code` is the DLMI
-            authors' reference, which is not the true gradient.
-        variance_max: The largest variance of a logit over the draws, as in the paper.
-        bias_max: The largest |mean of the draws - truth| of a logit, as in the paper; includes
-            noise of about sqrt(variance_max / draws).
-        relative_variance: Sum of the variances over the squared norm of the mean.
-        snr: Norm of the mean over the root of the summed variances.
-        cosine: Between the mean and the truth; noise may carry it beyond 1.
-        bias_over_norm: Norm of the bias over that of the truth; 1 for an estimator that gives 0.
-        norm: Norm of the mean gradient.
-        loss: Which loss J is the mean of.
-        teacher_forcing: Whether the target's own prefix was fed.
-
-    The others are as in a result row, `dlmi.rows.Inversion`.
+    The intervals of statistics are over draws (and over the truth's blocks). Fields without a
+    comment are as in a result row, `dlmi.rows.Inversion`.
     """
 
-    estimator: str
-    trajectory: str
+    estimator: str  # label of the measured estimator
+    trajectory: str  # `own`, or the label of the estimator whose run the state is from
     target_id: str
     k: int | None
-    step: int
+    step: int  # optimisation steps taken before the state
     seed: int
-    prompt_length: int
-    target_length: int
-    num_samples: int
-    draws: int
-    tau: float | None
+    prompt_length: int  # N
+    target_length: int  # M
+    num_samples: int  # samples per draw, S
+    draws: int  # how many were measured
+    tau: float | None  # the estimator's temperature, mean over positions; None: score function
+    # How the true gradient was found: `kind`, `samples` (prompts it took), `blocks`, `coordinates`
+    # (logits it knows; None for all) and `norm` (its noise-corrected norm over those). None where
+    # no truth was due at this step. The kind `as_in_code` is the DLMI authors' reference, which is
+    # not the true gradient.
     truth: dict[str, Any] | None
-    variance_max: Statistic
+    variance_max: Statistic  # the largest variance of a logit over the draws, as in the paper
+    # The largest |mean of the draws - truth| of a logit, as in the paper; includes noise of about
+    # sqrt(variance_max / draws)
     bias_max: Statistic
-    relative_variance: Statistic
-    snr: Statistic
-    cosine: Statistic
-    bias_over_norm: Statistic
-    norm: Statistic
-    loss: str
-    teacher_forcing: bool
+    relative_variance: Statistic  # sum of the variances over the squared norm of the mean
+    snr: Statistic  # norm of the mean over the root of the summed variances
+    cosine: Statistic  # between the mean and the truth; noise may carry it beyond 1
+    bias_over_norm: Statistic  # norm of the bias over that of the truth; 1 if the estimate is 0
+    norm: Statistic  # of the mean gradient
+    loss: str  # which loss J is the mean of
+    teacher_forcing: bool  # whether the target's own prefix was fed
     model: str
     revision: str | None
     fingerprint: str

@@ -65,7 +65,7 @@ def _check_limits(value: Any, depth: int = 0) -> None:
 
 
 def read_json_file(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file or another content."""
+    """The JSON object in a file; None if it is missing or holds anything else."""
     if not path.is_file():  # reading a pipe would block
         return None
     try:

@@ -38,8 +38,6 @@ def lcs_ratio(target_ids: Sequence[int], output_ids: Sequence[int]) -> float:
     >>> lcs_ratio([1, 2, 3, 4], [2, 4, 3])
     0.5
     """
-    if not target_ids:
-        raise ValueError("Expected `target_ids` to hold at least one token, but it is empty.")
     return sum(lcs_members(target_ids, output_ids)) / len(target_ids)
 
 

@@ -1,6 +1,7 @@
 """The result row of a target, and files of rows."""
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,13 +11,13 @@ from typing import Any
 from dlmi.errors import InputError
 from dlmi.jsonl import build, read_objects, to_line
 from dlmi.metrics import lcs_members
-from dlmi.old_rows import nan_for_null, upgrade
 from dlmi.targets.context import Context, Example
 from dlmi.text import html_code, html_table, marked_html
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
 
 _INTERRUPTED = re.compile(rb'"stop_reason": ?"interrupted"')
+_MAY_BE_NAN = ("discrete_loss", "diagnostics", "means")
 
 # Keys of `Inversion.lcs_matrix`: the form of the prompt, then the decode.
 DECODES = ("free_greedy", "teacher_forced")
@@ -53,101 +54,68 @@ class ExampleResult(Example):
 
 @dataclass(frozen=True)
 class Inversion:
-    """The result of one target.
-
-    Attributes:
-        k: Difficulty of the target, where it was generated.
-        prompt_text: The best prompt found, as text.
-        prompt_ids: The same as token ids: this is what was measured.
-        output_text: What the LM says to `prompt_ids`, greedily.
-        lcs: Honest LCS ratio: discrete prompt, free greedy decode.
-        as_in_code_lcs: LCS of the relaxed prompt under the training decode at the last step, as
-            the authors' public code logs it. Not comparable with `lcs`. Tokens beyond the horizon
-            of a search count as wrong.
-        exact: Whether the output is the target, token for token.
-        round_trips: Whether `prompt_text` encodes to `prompt_ids` again, in a template the whole.
-        round_trip_lcs: Honest LCS ratio of the prompt after decoding and encoding.
-        prompt_perplexity: Of `prompt_ids` under the LM, from the second token on.
-        overlap_ratio: Share of prompt positions that hold a token of the target.
-        target_hit_ratio: Share of distinct target tokens that occur in the prompt.
-        loss: Training loss at the best step.
-        discrete_loss: Teacher-forced cross-entropy of the target after the best discrete prompt.
-        best_step: Steps after which the best prompt was found.
-        stop_reason: `solved`, `budget`, `failed` or `interrupted`.
-        seconds: Wall time of the target in its slot, together with the rest of its batch.
-        forward_tokens: Tokens sent forward through the LM for this target, evaluations included.
-        backward_tokens: Tokens sent backward through the LM. The sum of both is the cost that
-            methods are compared by.
-        seed: Of the run; with `target_id` it fixes the noise.
-        settings: All arguments of the method and of the run; those of a wrapped method are below
-            a key of their own, with its name as `method`.
-        revision: Commit, wheel version or hash of the LM.
-        fingerprint: Hash over the head of each of the LM's weights.
-        versions: Of Python and of important packages.
-        target_set: Hash of all targets of the run, ids and tokens.
-        prompt_tokens: The text of each token of `prompt_ids` alone.
-        lcs_matrix: LCS ratio by form of the prompt and by decode (`dlmi.scoring.prompt_forms`), at
-            the last step; `best_so_far` with `free_greedy` is `lcs`. Empty for a target that was
-            interrupted or failed.
-        rank_one_rate: Share of target tokens that the LM puts first after BoS and the true tokens
-            before them: what teacher forcing gets right with no prompt.
-        diagnostics: The method's numbers per position at the last evaluation, such as `tau`.
-        context: In a template, the fixed tokens around the prompt and the template itself.
-        full_ids: In a template, the whole prompt, fixed and learned.
-        full_text: The same as text.
-        examples: Of a shared prompt, each example that was evaluated; `target_ids` and `output_ids`
-            are theirs, concatenated, `lcs` is their mean, and `exact` means all of them.
-        held_out: The same of examples that were not learned from.
-        metrics: Measures of the prompt and its output by name; None where one is not defined.
-    """
+    """The result of one target."""
 
     target_id: str
-    k: int | None
+    k: int | None  # difficulty of the target, where it was generated
     target_text: str
     target_ids: tuple[int, ...]
-    prompt_text: str
-    prompt_ids: tuple[int, ...]
-    output_text: str
+    prompt_text: str  # the best prompt found
+    prompt_ids: tuple[int, ...]  # the same as token ids: this is what was measured
+    output_text: str  # what the LM says to `prompt_ids`, greedily
     output_ids: tuple[int, ...]
-    lcs: float
+    lcs: float  # honest LCS ratio: discrete prompt, free greedy decode
+    # LCS of the relaxed prompt under the training decode at the last step, as the authors' public
+    # code logs it. Not comparable with `lcs`. Tokens beyond the horizon of a search count as wrong.
     as_in_code_lcs: float | None
-    exact: bool
-    round_trips: bool
-    round_trip_lcs: float
-    prompt_perplexity: float | None
-    overlap_ratio: float
-    target_hit_ratio: float
-    loss: float | None
-    discrete_loss: float
-    best_step: int
+    exact: bool  # whether the output is the target, token for token
+    round_trips: bool  # whether the prompt's text, in a template the whole, encodes to its ids
+    round_trip_lcs: float  # honest LCS ratio of the prompt after decoding and encoding
+    prompt_perplexity: float | None  # of `prompt_ids` under the LM, from the second token on
+    overlap_ratio: float  # share of prompt positions that hold a token of the target
+    target_hit_ratio: float  # share of distinct target tokens that occur in the prompt
+    loss: float | None  # training loss at the best step
+    discrete_loss: float  # teacher-forced cross-entropy of the target after the best prompt
+    best_step: int  # steps after which the best prompt was found
     steps: int
-    stop_reason: str
+    stop_reason: str  # `solved`, `budget`, `failed` or `interrupted`
     failure: str | None
-    seconds: float
+    seconds: float  # wall time of the target in its slot, together with the rest of its batch
+    # Tokens sent through the LM for this target, evaluations included; methods are compared by
+    # their sum
     forward_tokens: int
     backward_tokens: int
-    seed: int
+    seed: int  # of the run; with `target_id` it fixes the noise
     method: str
+    # All arguments of the method and of the run; those of a wrapped method are below a key of
+    # their own, with its name as `method`
     settings: dict[str, Any]
     model: str
-    revision: str | None
-    fingerprint: str
+    revision: str | None  # commit, wheel version or hash of the LM
+    fingerprint: str  # hash over the head of each of the LM's weights
     dtype: str
     device: str
-    versions: dict[str, str]
-    target_set: str
+    versions: dict[str, str]  # of Python and of important packages
+    target_set: str  # hash of all targets of the run, ids and tokens
     trace: tuple[TracePoint, ...]
-    prompt_tokens: tuple[str, ...]
+    prompt_tokens: tuple[str, ...]  # the text of each token alone
     target_tokens: tuple[str, ...]
     output_tokens: tuple[str, ...]
+    # LCS ratio by form of the prompt and by decode (`dlmi.scoring.prompt_forms`), at the last step;
+    # empty for a target that was interrupted or failed
     lcs_matrix: dict[str, dict[str, float]]
+    # Share of target tokens that the LM puts first after BoS and the true tokens before them: what
+    # teacher forcing gets right with no prompt
     rank_one_rate: float | None
-    diagnostics: dict[str, tuple[float, ...]]
-    context: Context | None = None
-    full_ids: tuple[int, ...] = ()
+    diagnostics: dict[str, tuple[float, ...]]  # per position at the last evaluation, such as `tau`
+    context: Context | None = None  # in a template, the fixed tokens around the prompt
+    full_ids: tuple[int, ...] = ()  # in a template, the whole prompt, fixed and learned
     full_text: str = ""
+    # Of a shared prompt, each example that was evaluated: `target_ids` and `output_ids` are theirs,
+    # concatenated, `lcs` is their mean, and `exact` means all of them
     examples: tuple[ExampleResult, ...] = ()
-    held_out: tuple[ExampleResult, ...] = ()
+    held_out: tuple[ExampleResult, ...] = ()  # the same of examples that were not learned from
+    # Measures of the prompt and its output by name; None where one is not defined
     metrics: dict[str, float | None] = field(default_factory=dict)
 
     def to_json_line(self) -> str:
@@ -173,7 +141,25 @@ class Inversion:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Inversion":
         """The inverse of `to_json_line`; raises `InputError` for a wrong type."""
-        return build(cls, nan_for_null(upgrade(row)))
+        if row.get("frame"):
+            raise InputError("it has a `frame` in place of `context`, as rows of earlier versions")
+        return build(cls, _nan_for_null(row))
+
+
+def _nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
+    """A row, or a point of its trace, with NaN for null where it may have NaN: JSON has none."""
+
+    def numbers(value: Any) -> Any:
+        if isinstance(value, list):
+            return [numbers(item) for item in value]
+        if isinstance(value, dict):
+            return {name: numbers(item) for name, item in value.items()}
+        return math.nan if value is None else value
+
+    made = {name: numbers(row[name]) for name in _MAY_BE_NAN if name in row}
+    if isinstance(trace := row.get("trace"), list):
+        made["trace"] = [_nan_for_null(p) if isinstance(p, dict) else p for p in trace]
+    return {**row, **made}
 
 
 def results_name(worker: int) -> str:

@@ -40,11 +40,6 @@ def test_lcs_ratio_of_known_pairs(target, output, expected):
     assert lcs_ratio(target, output) == expected
 
 
-def test_lcs_ratio_needs_a_target():
-    with pytest.raises(ValueError, match="target_ids"):
-        lcs_ratio([], [1])
-
-
 @given(sequences.filter(bool), sequences.filter(bool))
 def test_overlap_and_hits_agree_on_disjoint_and_equal(prompt, target):
     assert (overlap_ratio(prompt, target) == 0) == (target_hit_ratio(prompt, target) == 0)

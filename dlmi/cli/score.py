@@ -13,8 +13,7 @@ from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
 from dlmi.lm.placement import default_device, split_dtype_name
-from dlmi.questions.baselines import changes, score_each
-from dlmi.questions.scoring import Accuracy, Decoding, check_template
+from dlmi.questions.scoring import Accuracy, Decoding, changes, check_template, score_each
 from dlmi.rows import Inversion, read_rows
 from dlmi.targets.questions import (
     PACKAGED_QUESTIONS,

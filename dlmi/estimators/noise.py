@@ -1,7 +1,7 @@
 r"""Gumbel noise from a counter: any part of it can be made again, in any order, on any device.
 
 The draw of sample s, position n and column v is a function of (seed, s, n, v) alone. So a backward
-pass makes the forward pass's noise anew instead of keeping it, all cores share the work, and a
+pass makes the forward pass's noise again instead of keeping it, all cores share the work, and a
 target's noise does not depend on where it runs. One 32-bit word per draw,
 
 .. math::

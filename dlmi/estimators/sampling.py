@@ -18,7 +18,7 @@ Gumbel-Rao, Liu et al. 2023 for ReinMax. The first two hold no rows (`soft_embed
 Axes: S samples, K conditional draws, N positions, V tokens.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -73,20 +73,9 @@ def reinmax(logits: Tensor, tau: Tensor, chosen: Tensor) -> Tensor:
     return with_forward(2 * midway - plain / 2, one_hot)
 
 
-class _WithForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def with_forward(surrogate: Tensor, value: Tensor) -> Tensor:
     """`value`, exactly, in the forward pass; the gradient goes to `surrogate` unchanged."""
-    result: Tensor = _WithForward.apply(surrogate, value)  # type: ignore[no-untyped-call]
-    return result
+    return value.detach() + (surrogate - surrogate.detach())  # plus 0
 
 
 def _one_hot(index: Tensor, like: Tensor) -> Tensor:

@@ -1,21 +1,48 @@
 """A callback that measures bias and variance of gradient estimators along a run."""
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.gradient_rows import FILE_NAME, GradientRow, read_gradient_rows, refuse_used_file
-from dlmi.gradients.estimators import ESTIMATORS, along, as_estimator, label
-from dlmi.gradients.study import StudySettings, measure_state
-from dlmi.gradients.truth import TruthName, check_enumerable
+from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
+from dlmi.gradients.estimators import (
+    ESTIMATORS,
+    Estimator,
+    along,
+    as_estimator,
+    is_sparse,
+    label,
+    state_along,
+)
+from dlmi.gradients.statistics import describe_truth, expected_events, measure
+from dlmi.gradients.truth import (
+    AS_IN_CODE_DRAWS,
+    HardLoss,
+    Truth,
+    TruthName,
+    as_in_code_reference,
+    check_enumerable,
+    choose_coordinates,
+    conditional_truth,
+    exact_truth,
+    rloo_truth,
+    sample_prompts,
+)
 from dlmi.jsonl import append_line
 from dlmi.methods.slot import Slot
 from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.identity import describe_environment
 from dlmi.run.inverter import Inverter
+from dlmi.scoring.passes import Reader
+
+_PILOT_BATCHES = 4
 
 
 class GradientStudy(InversionCallback):
@@ -51,16 +78,32 @@ class GradientStudy(InversionCallback):
         truth_blocks: int = 8,
         coordinates: int = 64,
     ) -> None:
-        check_at_least_one("study", variance_every=variance_every, bias_every=bias_every)
+        every = {"variance_every": variance_every, "bias_every": bias_every}
+        check_at_least_one("study", **every, coordinates=coordinates)
         if not estimators or len(set(estimators) & ESTIMATORS.keys()) < len(estimators):
             raise InputError(
                 f"Expected `study.estimators` to name some of {', '.join(ESTIMATORS)}, each once, "
                 f"but got {estimators}."
             )
+        for name, count in (("draws", draws), ("truth_blocks", truth_blocks)):
+            if count < 3:
+                raise InputError(
+                    f"Expected `study.{name}` to be at least 3, but got {count}: an interval "
+                    "leaves one out and needs two more."
+                )
+        if truth_samples < 2 * truth_blocks:
+            raise InputError(
+                "Expected `study.truth_samples` to be at least twice `study.truth_blocks` "
+                f"({2 * truth_blocks}), but got {truth_samples}."
+            )
         self.estimators = estimators
         self.variance_every = variance_every
         self.bias_every = bias_every
-        self.settings = StudySettings(draws, truth, truth_samples, truth_blocks, coordinates)
+        self.draws = draws
+        self.truth = truth
+        self.truth_samples = truth_samples
+        self.truth_blocks = truth_blocks
+        self.coordinates = coordinates
         self.trajectory: str | None = None  # the name of the run in rows; default: its method
         self.path: Path | None = None
         self.notify: Callable[[GradientRow], None] = lambda row: None
@@ -77,7 +120,7 @@ class GradientStudy(InversionCallback):
         run = as_estimator(pl_module.method)
         for name in self.estimators:
             along(run, ESTIMATORS[name])
-        if self.settings.truth == "exact":
+        if self.truth == "exact":
             check_enumerable(pl_module.prompt_length, len(pl_module.vocabulary))
         if any(target.is_shared or target.reasons for target in pl_module.data.targets):
             raise InputError(
@@ -103,9 +146,9 @@ class GradientStudy(InversionCallback):
             if with_truth or slot.step % self.variance_every == 0:
                 # Not compiled: these passes have shapes that the run has not.
                 with trainer.precision_plugin.train_step_context(), module.lm.not_compiled():
-                    self._measure(module, slot, with_truth)
+                    self._write_rows(module, slot, with_truth)
 
-    def _measure(self, module: Inverter, slot: Slot, with_truth: bool) -> None:
+    def _write_rows(self, module: Inverter, slot: Slot, with_truth: bool) -> None:
         assert self.path is not None
         run = as_estimator(module.method)
         trajectory = self.trajectory or label(run)
@@ -114,7 +157,7 @@ class GradientStudy(InversionCallback):
         estimators = [e for e in estimators if (label(e), *place) not in self._done]
         if not estimators:
             return
-        for found in measure_state(run, slot, module.engine, estimators, self.settings, with_truth):
+        for found in self.measure(run, slot, module.engine, estimators, with_truth):
             row = GradientRow(
                 trajectory=trajectory,
                 target_id=slot.target.id,
@@ -124,7 +167,7 @@ class GradientStudy(InversionCallback):
                 prompt_length=module.prompt_length,
                 target_length=len(slot.target.ids),
                 num_samples=run.num_samples,
-                draws=self.settings.draws,
+                draws=self.draws,
                 loss=run.loss,
                 teacher_forcing=run.teacher_forcing,
                 **found,
@@ -133,3 +176,57 @@ class GradientStudy(InversionCallback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append_line(self.path, row.to_json_line())
             self.notify(row)
+
+    def measure(
+        self,
+        run: Estimator,
+        slot: Slot,
+        reader: Reader,
+        estimators: Sequence[Estimator],
+        with_truth: bool = True,
+    ) -> Iterator[dict[str, Any]]:
+        """Measure estimators with the run's loss, decode and samples at the values of its slot.
+
+        Yields the fields `estimator`, `tau`, `truth` and the statistics of a `GradientRow`.
+        """
+        logits, samples = slot.params["Z"].detach(), run.num_samples
+        loss = hard_loss(run, slot, reader)
+
+        @functools.cache
+        def pilot_loss() -> Tensor:
+            seed = slot.seed("gradients/average")
+            return loss(sample_prompts(logits, _PILOT_BATCHES * samples, seed)).mean()
+
+        states = [state_along(run, slot.state, method, pilot_loss) for method in estimators]
+        pairs = list(zip(estimators, states, strict=True))
+        truth, description = None, None
+        if with_truth:
+            pilots = (draw_gradients(*pair, slot, ["pilot"], reader)[0] for pair in pairs)
+            truth = self._find_truth(loss, slot, samples, pilots)
+            description = describe_truth(truth)
+        events = expected_events(logits, self.draws, samples, truth)
+        for method, state in pairs:
+            gradients = draw_gradients(method, state, slot, range(self.draws), reader)
+            tau = method.diagnostics(DrawSlot.of(slot, method), state).get("tau")
+            yield {
+                "estimator": label(method),
+                "tau": None if tau is None else float(tau.mean()),
+                "truth": description,
+                **measure(gradients, truth, events if is_sparse(method) else (math.inf, math.inf)),
+            }
+
+    def _find_truth(
+        self, loss: HardLoss, slot: Slot, samples: int, pilots: Iterator[Tensor]
+    ) -> Truth:
+        logits, count = slot.params["Z"].detach(), self.truth_samples
+        if self.truth == "exact":
+            return exact_truth(loss, logits)
+        if self.truth == "conditional":
+            seeds = [slot.seed(f"gradients/{purpose}") for purpose in ("coordinates", "truth")]
+            chosen = choose_coordinates(logits, pilots, self.coordinates, seeds[0])
+            return conditional_truth(loss, logits, chosen, count, self.truth_blocks, seeds[1])
+        blocks = self.truth_blocks if self.truth == "rloo" else AS_IN_CODE_DRAWS
+        seeds = [slot.seed(f"gradients/truth/{block}") for block in range(blocks)]
+        if self.truth == "rloo":
+            return rloo_truth(loss, logits, count, seeds)
+        return as_in_code_reference(loss, logits, samples, seeds)

@@ -37,18 +37,10 @@ class DrawSlot(Slot):
             value = slot.params.get(name, slot.params["Z"].new_zeros(())).detach()
             value = value.expand(shape) if shape else value.mean()
             params[name] = nn.Parameter(value, requires_grad=name == "Z")
-        copy = cls(
-            target=slot.target,
-            examples=slot.target.examples,
-            tokens=slot.tokens,
-            params=params,
-            length=slot.length,
-            rng=torch.Generator(),
-            step=slot.step,
-            progress=slot.progress,
-            key=slot.key,
-            purpose=purpose,
-        )
+        rng = torch.Generator()
+        copy = cls(slot.target, slot.target.examples, slot.tokens, params, slot.length, rng)
+        copy.step, copy.progress = slot.step, slot.progress
+        copy.key, copy.purpose = slot.key, purpose
         copy.rng.manual_seed(copy.seed("rng"))
         return copy
 

@@ -64,7 +64,7 @@ def is_sparse(method: Estimator) -> bool:
 
 
 def as_estimator(method: Method[Any]) -> Estimator:
-    """The method of a run; `InputError` if it is no estimator."""
+    """The method of a run; `InputError` if it is not an estimator."""
     if not isinstance(method, Estimator):
         raise InputError(
             "Expected a GradientStudy on DLMI, GBDA or REINFORCE, whose Z are logits of a "

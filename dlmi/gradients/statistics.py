@@ -17,37 +17,44 @@ are unbiased for :math:`\|E g\|^2`, :math:`\langle E g, \nabla J \rangle` and
 - squared bias :math:`u_g - 2 c + u_r`: the mean of <g_A - r_A, g_B - r_B> over all ways to split
   draws and blocks into halves A and B.
 
+An estimator that touches only the tokens it has sampled (score function, ReinMax) shows nothing of
+a logit until its token is drawn: among 50 samples from 50,000 tokens no two agree, and the mean of
+the draws looks like 0. How often samples agree follows from Z (`expected_events`); where that is
+rarely, statistics are left undefined.
+
 Axes: K draws, T blocks, P logits.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlmi.gradient_rows import STATISTICS, UNDEFINED, Statistic
-from dlmi.gradients.coverage import SampleCoverage
 from dlmi.gradients.intervals import Indices, exponential, jackknife, square_root
 from dlmi.gradients.truth import Truth
 
 _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
+MIN_EVENTS = 10  # a smaller count is off by a third and more
 
 
 def measure(
-    gradients: Tensor, truth: Truth | None, coverage: SampleCoverage | None = None
+    gradients: Tensor, truth: Truth | None, events: tuple[float, float] = (math.inf, math.inf)
 ) -> dict[str, Statistic]:
-    """All statistics of K draws, (K, N V); a sparse estimator comes with its coverage.
+    """All statistics of K draws, (K, N V); `events` are those of a sparse estimator.
 
     Variance, SNR and norm are over all logits; bias and cosine over those that the truth knows.
     """
+    shows_spread, shows_agreement = (count >= MIN_EVENTS for count in events)
     products = inner_products(gradients, gradients)
     found = dict.fromkeys(STATISTICS, UNDEFINED) | {"variance_max": variance_max(gradients)}
-    if coverage is None or coverage.shows_spread:
+    if shows_spread:
         found.update(spread(products))
     if truth is not None:
         known = truth.restrict(gradients)
         found["bias_max"] = bias_max(known, truth.blocks)
-        if coverage is None or coverage.shows_agreement:
+        if shows_agreement:
             own = products if truth.coordinates is None else inner_products(known, known)
             cross = inner_products(known, truth.blocks)
             found.update(agreement(own, cross, inner_products(truth.blocks, truth.blocks)))
@@ -72,16 +79,15 @@ def squared_norm(products: Tensor, indices: Indices) -> float:
     return float((part.sum() - part.trace()) / (count * (count - 1)))
 
 
-def squared_snr(products: Tensor, indices: Indices) -> float:
-    """Squared norm of the mean of some draws over the sum of their variances."""
-    signal = squared_norm(products, indices)
-    variance = float(products.diagonal()[indices].mean()) - signal
-    return signal / variance if variance > 0 else math.inf
-
-
 def spread(products: Tensor) -> dict[str, Statistic]:
     """SNR, relative variance and norm of the mean from the draws' inner products, (K, K)."""
-    squared = jackknife(lambda draws, _: squared_snr(products, draws), len(products))
+
+    def squared_snr(draws: Indices, _: Indices) -> float:
+        signal = squared_norm(products, draws)
+        variance = float(products.diagonal()[draws].mean()) - signal
+        return signal / variance if variance > 0 else math.inf
+
+    squared = jackknife(squared_snr, len(products))
     norm = jackknife(lambda draws, _: squared_norm(products, draws), len(products))
     inverted = (squared.value, squared.high, squared.low)
     return {
@@ -151,3 +157,42 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
 
 def _log(value: Tensor) -> float:
     return math.log(value) if value > 0 else -math.inf
+
+
+def expected_events(
+    logits: Tensor, draws: int, num_samples: int, truth: Truth | None
+) -> tuple[float, float]:
+    """How many events norm and SNR, and how many cosine and bias, are based on, from Z, (N, V).
+
+    The first is the expected number of pairs of samples from two draws that share a token at a
+    position. The second is that among the logits that the truth knows or, if it is smaller, the
+    number of samples with a token of the truth, weighted by its squared gradient.
+    """
+    p = torch.softmax(logits.detach().double(), dim=-1).flatten()
+    # Of a token that nearly all samples hold, its absence is the rare event.
+    probabilities = torch.minimum(p, 1 - p)
+    all_pairs = draws * (draws - 1) / 2 * num_samples**2
+    pairs = all_pairs * float(probabilities.square().sum())
+    if truth is None:
+        return pairs, 0.0
+    known = truth.restrict(probabilities[None])[0]
+    together = float(known.square().sum())
+    if truth.kind in ("rloo", "as_in_code"):  # sparse, too
+        hits = truth.samples * together
+    else:
+        weights = truth.blocks.mean(0).double().square()
+        hits = float((weights * known).sum() / weights.sum().clamp_min(1e-300))
+    return pairs, min(all_pairs * together, draws * num_samples * hits)
+
+
+def describe_truth(truth: Truth) -> dict[str, Any]:
+    """How a truth was found, and its norm, as in a `GradientRow`."""
+    blocks = range(len(truth.blocks))
+    square = squared_norm(inner_products(truth.blocks, truth.blocks), list(blocks))
+    return {
+        "kind": truth.kind,
+        "samples": truth.samples,
+        "blocks": len(blocks),
+        "coordinates": None if truth.coordinates is None else len(truth.coordinates),
+        "norm": math.sqrt(square) if square > 0 else None,
+    }

@@ -19,7 +19,7 @@ Estimates come in independent blocks, whose differences show the noise of their 
 `statistics` can subtract it. Axes: R prompts, N positions, V tokens, T blocks, P logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +91,24 @@ def exact_truth(loss: HardLoss, logits: Tensor) -> Truth:
         parts[position].index_add_(0, columns[:, position], weighted)
     gradient = parts - torch.softmax(logits, dim=-1) * weighted.sum()
     return Truth("exact", len(columns), gradient.reshape(1, -1))
+
+
+def choose_coordinates(logits: Tensor, pilots: Iterator[Tensor], count: int, seed: int) -> Tensor:
+    """Logits to measure: half where pilot draws are largest, half from softmax(Z), (P,) sorted.
+
+    There is one pilot of each estimator. None may be among the draws that are measured: logits
+    chosen for their noise would show that noise as bias.
+    """
+    count = min(count, logits.numel())
+    largest = [pilot.abs().topk(count).indices for pilot in pilots]
+    # By rank, so that each estimator gets its share.
+    ranked = torch.stack(largest, dim=1).flatten().tolist()
+    drawn = sample_prompts(logits, count, seed)  # (P, N)
+    positions = torch.arange(len(logits), device=drawn.device)
+    random = (positions * logits.shape[1] + drawn).flatten().tolist()
+    first = list(dict.fromkeys(ranked))[: count - count // 2]
+    chosen = list(dict.fromkeys([*first, *random, *ranked]))[:count]
+    return torch.tensor(sorted(chosen), device=logits.device)
 
 
 @torch.no_grad()

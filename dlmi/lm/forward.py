@@ -1,29 +1,65 @@
-"""One pass through a `transformers` model, compiled or not."""
+"""A `transformers` model: what it must be like, its embeddings, and one pass, compiled or not."""
 
 import inspect
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from dlmi.errors import first_line
+from dlmi.errors import InputError, first_line
 from dlmi.lm.memory import is_out_of_memory
 from dlmi.lm.precision import PassPrecision
-from dlmi.lm.prefix import Prefix, empty_cache
+from dlmi.lm.prefix import Prefix, empty_cache, make_cache
+
+
+def read_embedding_matrix(model: Any) -> Tensor:
+    """The vector of each id after the embedding module, which scales it in Gemma and others."""
+    module = model.get_input_embeddings()
+    if type(module) is nn.Embedding:
+        weight: Tensor = module.weight.detach()
+        return weight
+    with torch.no_grad():
+        rows = torch.arange(module.weight.shape[0], device=module.weight.device)
+        vectors: Tensor = module(rows)
+    return vectors
+
+
+@torch.no_grad()
+def check_invertible(model: Any, name: str, ids: Tensor, embedding_matrix: Tensor) -> None:
+    """Raise `InputError` for a model without soft prompts or not causal; tried on ids, (1, L)."""
+    this = f"{name} ({type(model).__name__})"
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise InputError(
+            f"{this} does not accept `inputs_embeds`, so a soft prompt cannot be fed to it. "
+            "Choose another model."
+        )
+    by_ids = model(input_ids=ids, use_cache=False).logits.float()
+    by_embeds = model(inputs_embeds=embedding_matrix[ids], use_cache=False).logits.float()
+    tolerance = 0.02 * by_ids.abs().max().clamp_min(1e-6)
+    if (by_ids - by_embeds).abs().max() > tolerance:
+        raise InputError(
+            f"{this} answers differently to token ids and to their embeddings, so soft prompts "
+            "do not work. Choose another model."
+        )
+    other_ids = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+    by_other = model(input_ids=other_ids, use_cache=False).logits.float()
+    if (by_ids - by_other)[:, :-1].abs().max() > tolerance:
+        raise InputError(
+            f"{this} is not causal: a later token changes an earlier prediction, as in encoder "
+            "models. Choose a decoder LM."
+        )
 
 
 class Forward:
     """Embeddings to logits by a model of `transformers`."""
 
-    def __init__(self, model: Any, embedding_matrix: Tensor, precision: PassPrecision) -> None:
+    def __init__(self, model: Any, precision: PassPrecision) -> None:
         self._model = model
-        self._embedding_matrix = embedding_matrix
         self._precision = precision
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._compiled: Any = None
-        self._can_compile = True
+        self._compiles: bool | None = None  # None: not tried yet; False: given up
         self.takes_caches = False  # whether it is known that a cache of ours is like its own
         # Cut out of longer rows, the last positions are a batch of matrices, which PyTorch would
         # multiply one by one, reading the whole head for each.
@@ -45,12 +81,11 @@ class Forward:
         The input comes after a prefix, after a cache, or at the start. Only passes with a gradient
         and no cache are ever compiled.
         """
-        rows, device = len(inputs_embeds), inputs_embeds.device
-        if prefix is not None and (cache := prefix.cache(rows)) is None:
-            prefix_embeds = F.embedding(prefix.ids, self._embedding_matrix).expand(rows, -1, -1)
-            inputs_embeds = torch.cat([prefix_embeds, inputs_embeds], dim=1)
+        if prefix is not None:
+            cache = make_cache(prefix.layers, len(prefix), rows=len(inputs_embeds))
         use_cache = use_cache or cache is not None
-        if is_compiled and self._can_compile and inputs_embeds.requires_grad and not use_cache:
+        is_compiled = is_compiled and self._compiles is not False
+        if is_compiled and inputs_embeds.requires_grad and not use_cache:
             logits, cache = self._run_compiled(inputs_embeds, keep), None
         else:
             if cache is None and self.takes_caches:
@@ -58,16 +93,17 @@ class Forward:
             output = self._call(inputs_embeds, keep, cache, use_cache)
             logits, cache = output.logits[:, -keep:], getattr(output, "past_key_values", None)
         # To the device of the prompts (the head may be on another), in float32 or better.
-        return logits.to(device, torch.promote_types(logits.dtype, torch.float32)), cache
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(inputs_embeds.device, dtype), cache
 
     def _run_compiled(self, inputs_embeds: Tensor, keep: int) -> Tensor:
+        self._compiles = True
         try:
             self._compiled = self._compiled or torch.compile(self._run)
             logits: Tensor = self._compiled(inputs_embeds, keep)
         except Exception as error:  # no C++ compiler, an unsupported layer, ...
-            if is_out_of_memory(error):
+            if not self.gives_up_compiling(error):
                 raise
-            self._give_up(error)
             return self._run(inputs_embeds, keep)
         return logits
 
@@ -76,15 +112,12 @@ class Forward:
 
         A backward pass is compiled when it runs, so its caller asks this and makes the pass again.
         """
-        if self._compiled is None or not self._can_compile or is_out_of_memory(error):
+        if not self._compiles or is_out_of_memory(error):
             return False
-        self._give_up(error)
-        return True
-
-    def _give_up(self, error: Exception) -> None:
-        self._can_compile = False
+        self._compiles = False
         reason = f"{type(error).__name__}: {first_line(error)}"
         rank_zero_warn(f"The LM is not compiled, because that failed: {reason}")
+        return True
 
     def _run(self, inputs_embeds: Tensor, keep: int) -> Tensor:
         logits: Tensor = self._call(inputs_embeds, keep, None, False).logits[:, -keep:]

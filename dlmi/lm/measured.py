@@ -25,7 +25,7 @@ def read_measured(key: str, name: str, choices: tuple[Any, ...]) -> dict[str, An
 
 
 def write_measured(key: str, entry: dict[str, Any]) -> None:
-    """Add an entry, or replace it. A folder that cannot be written is no error."""
+    """Add an entry, or replace it. Where it cannot be written, nothing is kept."""
     everything = read_json_file(measured_file()) or {}
     with contextlib.suppress(OSError, RunStopped):
         measured_file().parent.mkdir(parents=True, exist_ok=True)

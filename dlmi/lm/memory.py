@@ -4,10 +4,10 @@ Rows are independent, so a pass may be cut into passes over fewer rows. The resu
 in the last digit.
 """
 
-import collections
 import contextlib
 import ctypes
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class RowsPerPass:
-    """Cuts passes over many rows of one LM.
-
-    Args:
-        setting: Rows of a pass, or `auto` for as many as fit into the free memory.
-    """
+    """Splits passes over many rows of one LM: to a given size, or to what fits into memory."""
 
     def __init__(self, setting: RowsSetting = "auto") -> None:
         if setting != "auto":
@@ -51,21 +47,15 @@ class RowsPerPass:
         gradient: bool = False,
         is_packed: bool = False,
     ) -> list[slice]:
-        """Which rows go through the LM at once, if memory does not run out.
+        """Which rows go through a `FrozenLM` at once, if memory does not run out.
 
-        Args:
-            lm: The `FrozenLM` of the passes.
-            rows: Number of rows.
-            tokens: Tokens of a row, on average if they are packed.
-            keep: Positions of a row with logits.
-            gradient: Whether the passes keep a graph.
-            is_packed: Whether rows of different lengths run in one packed pass.
+        `tokens` and `keep` are the tokens of a row and its positions with logits, on average if
+        rows of different lengths are packed. Passes with a `gradient` keep a graph.
         """
         limit = self._limit(lm, tokens, keep, gradient) if rows > 1 else 1
         if is_packed and self.setting == "auto" and lm.device.type == "cpu":
             limit = min(limit, max(1, _PACKED_TOKENS // tokens))
-        passes = -(-rows // limit)
-        size = -(-rows // passes)  # as even as possible: fewer shapes, fuller passes
+        size = math.ceil(rows / math.ceil(rows / limit))  # even: fewer shapes, fuller passes
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
     def run(
@@ -95,8 +85,7 @@ class RowsPerPass:
             self._ceiling = size = (size + 1) // 2
             rank_zero_warn(f"Out of memory: now {size} rows per pass through the LM.")
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # of every device
+            torch.cuda.empty_cache()  # of every device
 
     def _limit(self, lm: Any, tokens: int, keep: int, gradient: bool) -> int:
         if self.setting != "auto":
@@ -123,14 +112,16 @@ def graph_bytes(lm: Any, tokens: int) -> dict[torch.device, int]:
         saved[storage.data_ptr()] = (tensor.device, storage.nbytes())
         return tensor
 
-    weights = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
+    parameters = list(lm.model.parameters())
+    weights = {p.untyped_storage().data_ptr() for p in parameters}
     embeds = torch.zeros(1, tokens, lm.embedding_matrix.shape[1], device=lm.device, dtype=lm.dtype)
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
     with torch.enable_grad(), hooks, lm.not_compiled():
         lm.last_logits(embeds.requires_grad_(), keep=1)
-    total = collections.Counter(dict.fromkeys(lm.devices, 0))
+    # Offloaded layers are computed on one of the devices that hold weights.
+    total = {p.device: 0 for p in parameters if p.device.type != "meta"}
     for pointer, (device, size) in saved.items():
-        total[device] += size if pointer not in weights else 0
+        total[device] = total.get(device, 0) + (size if pointer not in weights else 0)
     return total
 
 
@@ -167,11 +158,9 @@ def free_memory(device: torch.device) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the CPU."""
-    messages = (
-        *("can't allocate memory", "not enough memory"),  # of the CPU
-        # Of libraries that allocate beside PyTorch, and of the driver
-        *("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED"),
-    )
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        message in str(error) for message in messages
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    of_cpu = ("can't allocate memory", "not enough memory")
+    # Of the driver, and of libraries that allocate on their own
+    of_gpu = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
+    return any(message in str(error) for message in of_cpu + of_gpu)

@@ -53,20 +53,7 @@ def rounded_up(size: int) -> int:
 
 
 class PackedLayout:
-    """How the rows of a pass lie, made on the host and sent with what else the pass needs.
-
-    Args:
-        rows: The rows in the order in which they are concatenated.
-        parcel: What takes its integers to the device.
-
-    Attributes:
-        lengths: Tokens of each row.
-        tokens: Packed tokens with padding, L.
-        width: Tokens of a prefix with padding, W.
-        size: B, C and T, with padding.
-        num_kept: Positions with logits, without padding.
-        is_even: Whether packed tokens and layout are in the same order.
-    """
+    """The layout of concatenated rows, made on the host; a parcel takes it to the device."""
 
     def __init__(self, rows: Sequence[PackedRow], parcel: Parcel) -> None:
         fit = (lambda size: size) if parcel.device.type == "cpu" else rounded_up
@@ -74,7 +61,7 @@ class PackedLayout:
             [(row.length, row.keep, row.prefix, row.shared) for row in rows]
         ).T
         self.lengths: list[int] = lengths.tolist()
-        self.width = fit(int(shared.max()))
+        self.width = fit(int(shared.max()))  # tokens of a prefix with padding, W
         counts = prefix.bincount(minlength=1)
         size = (fit(len(counts)), fit(int(counts.max())), fit(int(lengths.max())))
         order = prefix.argsort(stable=True)
@@ -89,9 +76,10 @@ class PackedLayout:
         seen = torch.zeros(size[:2], dtype=torch.long)
         seen[prefix, column] = shared
         ends = (start + lengths - keep.cumsum(0)).repeat_interleave(keep)
-        self.size = size
-        self.tokens = fit(len(within))
-        self.num_kept = len(ends)
+        self.size = size  # B, C and T, with padding
+        self.tokens = fit(len(within))  # packed, with padding, L
+        self.num_kept = len(ends)  # positions with logits, without padding
+        # Whether packed tokens and layout are in the same order
         self.is_even = self.tokens == padded.numel() and torch.equal(place, start)
         more, more_kept = (0, self.tokens - len(within)), (0, fit(len(ends)) - len(ends))
         self.arrived = parcel.add(
@@ -104,13 +92,7 @@ class PackedLayout:
 
 
 class PackedPass:
-    """One pass, made once for all layers.
-
-    Args:
-        layout: How its rows lie.
-        prefixes: Keys and values of the prefixes, one row each.
-        captures: Whether to keep the keys and values of the rows.
-    """
+    """One pass, made once for all layers; it can capture the keys and values of its rows."""
 
     def __init__(
         self, layout: PackedLayout, prefixes: Sequence[Layers], captures: bool = False
@@ -233,7 +215,7 @@ def packs_right(lm: Any, embeds: Tensor) -> bool:
     laid_out = PackedLayout([PackedRow(len(own), 1, shared=n) for n, own in rows], parcel)
     try:
         _, [layers] = lm.packed_logits(prefix, alone, captures=True)
-        known = [Prefix(torch.arange(4), layers)]
+        known = [Prefix(4, layers)]
         packed, _ = lm.packed_logits(torch.cat([own for _, own in rows]), laid_out, known)
     except (NotImplementedError, TypeError, ValueError, RuntimeError, AttributeError):
         return False

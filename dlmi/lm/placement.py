@@ -35,11 +35,6 @@ def quantization_options(
             "Expected `data.load.quantization` to be unset for a quantised checkpoint, but "
             f"{name!r} comes in {stored} and {quantization} is asked for. Leave it out."
         )
-    if dtype == torch.float64:
-        raise InputError(
-            "Expected `data.dtype` to be float32, bfloat16 or float16 with "
-            f"`data.load.quantization` {quantization}, but got float64."
-        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
             f"Expected the package bitsandbytes for `data.load.quantization` {quantization}, but "

@@ -57,43 +57,37 @@ def read_layers(cache: Any) -> Layers | None:
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def make_cache(layers: Layers, length: int, rows: int | None = None) -> Any:
+def make_cache(layers: Layers, length: int, rows: int = -1) -> Any:
     """A new cache of the first `length` tokens; `rows` expands a single row."""
     cache = empty_cache()
     for index, layer in enumerate(layers):
-        count = len(layer[0]) if rows is None else rows
-        keys, values = (x[:, :, :length].expand(count, -1, -1, -1) for x in layer)
+        keys, values = (x[:, :, :length].expand(rows, -1, -1, -1) for x in layer)
         cache.update(keys, values, index)
     return cache
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Fixed tokens before the learned ones."""
+    """The keys and values of fixed tokens before the learned ones."""
 
-    ids: Tensor  # (L,)
-    layers: Layers | None  # their keys and values; None where the LM's cache cannot be shared
+    length: int  # how many tokens
+    layers: Layers  # of these tokens, and perhaps of others after them
 
     @classmethod
     def joined(cls, known: "Prefix | None", ids: Sequence[int], layers: Layers) -> "Prefix":
         """A known prefix and the tokens after it, with their keys and values."""
         if known is None:
-            return cls(torch.tensor(ids), layers)
-        assert known.layers is not None
-        length = len(known)
+            return cls(len(ids), layers)
+        length = known.length
         both = [
             (torch.cat([old_k[:, :, :length], k], 2), torch.cat([old_v[:, :, :length], v], 2))
             for (old_k, old_v), (k, v) in zip(known.layers, layers, strict=True)
         ]
-        return cls(torch.cat([known.ids, torch.tensor(ids).to(known.ids)]), both)
+        return cls(length + len(ids), both)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.length
 
     def shortened(self, length: int) -> "Prefix":
         """The first `length` tokens; their keys and values are not copied."""
-        return Prefix(self.ids[:length], self.layers)
-
-    def cache(self, rows: int) -> Any:
-        """A new cache for a pass over `rows` rows, or None."""
-        return None if self.layers is None else make_cache(self.layers, len(self.ids), rows)
+        return Prefix(length, self.layers)

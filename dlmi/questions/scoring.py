@@ -4,19 +4,24 @@ r"""The accuracy of an LM's answers to questions with a discrete prompt in a tem
 for in that output. *Two stages*: it first writes its reasoning, up to a limit, then a trigger such
 as "\n####" is appended, and the answer is searched for in the output after the trigger.
 
-Decoding is greedy. The interval of an accuracy is Wilson's at 95%, over the questions.
+Decoding is greedy. The interval of an accuracy is Wilson's at 95%, over the questions. Baselines of
+a prompt are an empty one, a well-known phrase, and random tokens.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scipy.stats import binomtest
 
 from dlmi.errors import InputError
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.targets.answers import find_answer, is_number
-from dlmi.targets.questions import Question
+from dlmi.targets.questions import Question, find_answer, is_number
 from dlmi.targets.template import Template
+from dlmi.tokens.token_sets import select_tokens
+
+EMPTY = "nothing"
+PHRASE = " Let's think step by step."
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,9 @@ def score_prompt(
     template: Template,
     prompt: str | Sequence[int],
     questions: Sequence[Question],
-    decoding: Decoding | None = None,
+    how: Decoding = Decoding(),  # noqa: B008  # it is frozen
 ) -> Accuracy:
     """Ask an LM every question (at least one) with a prompt in the template."""
-    how = Decoding() if decoding is None else decoding
     rows = [
         template.ids(lm, question.fields, prompt, f"question {number}")
         for number, question in enumerate(questions, start=1)
@@ -114,3 +118,41 @@ def _judge(question: Question, before: str, said: str) -> Answered:
     final = question.final
     answer = find_answer(f"#### {said}" if before else said, is_number(final))
     return Answered(question.question, final, before + said, answer, answer == final)
+
+
+def random_prompts(lm: FrozenLM, length: int, draws: int, seed: int) -> list[list[int]]:
+    """Random prompts without special tokens, the same for the same seed."""
+    ids = select_tokens(lm, lm.prompt_token_ids.tolist(), "no_special")
+    draw = random.Random(seed)
+    return [[draw.choice(ids) for _ in range(length)] for _ in range(draws)]
+
+
+def score_each(
+    lm: FrozenLM,
+    template: Template,
+    prompts: Sequence[str | Sequence[int]],
+    questions: Sequence[Question],
+    how: Decoding = Decoding(),  # noqa: B008  # it is frozen
+    draws: int = 3,
+    seed: int = 0,
+) -> Iterator[tuple[str, Accuracy]]:
+    """The accuracy of baselines and prompts, each with its name.
+
+    First the empty prompt, then the phrase, then random prompts as long as the longest prompt, then
+    the prompts. The other arguments are those of `score_prompt`.
+    """
+    lengths = [len(lm.encode(p)) if isinstance(p, str) else len(p) for p in prompts]
+    length = max([*lengths, 1]) if prompts else len(lm.encode(PHRASE))
+    named: dict[str, str | Sequence[int]] = {EMPTY: "", "step by step": PHRASE}
+    for number, ids in enumerate(random_prompts(lm, length, draws, seed), start=1):
+        named[f"random {number}"] = ids
+    for number, prompt in enumerate(prompts, start=1):
+        named[f"prompt {number}"] = prompt
+    for name, prompt in named.items():
+        yield name, score_prompt(lm, template, prompt, questions, how)
+
+
+def changes(scores: dict[str, Accuracy]) -> dict[str, float | None]:
+    """(acc - acc0) / acc0 of each score, with acc0 of the empty prompt; None where that is 0."""
+    first = scores[EMPTY].value
+    return {name: (s.value - first) / first if first else None for name, s in scores.items()}

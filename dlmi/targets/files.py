@@ -19,7 +19,7 @@ from dlmi.targets.template import FilledTemplate, Messages, Template, find_templ
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """What a line may hold besides the fields of a `Target` and of its template."""
+    """What a line may contain besides the fields of a `Target` and of its template."""
 
     ids: list[int] | UnsetType = UNSET
     text: str | UnsetType = UNSET
@@ -81,7 +81,7 @@ def write_targets(path: Path, targets: Iterable[Target]) -> None:
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Put into an error which line it is about, and what a line may hold."""
+    """Add to an error which line it is about, and what a line may contain."""
     try:
         yield
     except InputError as error:

@@ -2,25 +2,34 @@
 
 The format is that of GSM8k: a JSON object a line, with a `question` and an `answer` that is a
 rationale and, in its last line, `#### ` with the final answer. An `answer` without the mark is the
-final answer itself.
+final answer itself. In an LM's output without the mark, the last number is the answer, or the whole
+text where the answer is not a number.
 """
 
 import importlib.resources
 import importlib.util
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 from dlmi.errors import InputError, first_line
 from dlmi.jsonl import build, read_objects
-from dlmi.targets.answers import MARK, normalise
 
 Split = Literal["train", "test"]
 PACKAGED_QUESTIONS = "sums"
 HUB_MARK = "hub:"
 QUESTION_TEMPLATE = "{question}{slot}"
 TRIGGER = "\\n####"  # appended to reasoning; a backslash and n, as options are written
+MARK = "####"
+# A minus after a digit is a subtraction; commas belong to a number where they group its digits.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+"
+)
+_AROUND = "$ *\"'`([{)]}"
+_WHOLE_NUMBER = re.compile(r"([+-]?)\$*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -111,3 +120,45 @@ def _read_hub(name: str, split: Split) -> list[Question]:
             f"Expected `{HUB_MARK}{name}` to be a data set of the hub with a `question` and an "
             f"`answer` in each row, but {first_line(error)}. A JSONL file needs no network."
         ) from error
+
+
+def find_answer(text: str, is_number: bool = True) -> str | None:
+    """The final answer of a text, a number or any text, normalised; None where there is none.
+
+    >>> find_answer("3 + 4 = 7 apples, so $1,234.50 in all.")
+    '1234.5'
+    >>> find_answer("It is 5. #### 6 apples, not 7")
+    '6'
+    >>> find_answer("No idea.") is None
+    True
+    """
+    has_mark = MARK in text
+    rest = text.rsplit(MARK, 1)[1].strip().split("\n", 1)[0] if has_mark else text
+    if not is_number:
+        return normalise(rest) or None
+    numbers = _NUMBER.findall(rest)
+    # After the mark the answer comes first, before any remarks; in a text it comes last.
+    return normalise(numbers[0 if has_mark else -1]) if numbers else None
+
+
+def normalise(answer: str) -> str:
+    """An answer in the form that is compared: bare numbers, texts in lower case.
+
+    >>> [normalise(text) for text in ("$1,000.", "7.0", "-0.50", "+3", " Yes.")]
+    ['1000', '7', '-0.5', '3', 'yes']
+    """
+    text = " ".join(answer.split()).casefold().lstrip(_AROUND).rstrip(f"{_AROUND}.,;:!?%")
+    found = _WHOLE_NUMBER.fullmatch(text)
+    if not found:
+        return text
+    number = Decimal(found[1] + found[2].replace(",", ""))
+    return f"{number.normalize() + 0:f}"  # adding 0 drops the sign of a zero
+
+
+def is_number(answer: str) -> bool:
+    """Whether a normalised answer is a number.
+
+    >>> is_number("-3.5"), is_number("yes")
+    (True, False)
+    """
+    return _WHOLE_NUMBER.fullmatch(answer) is not None

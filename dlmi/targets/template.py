@@ -78,11 +78,6 @@ class Template:
             message is the assistant's, up to its end.
         blanks: Whether it must have blanks; else it may only have fields.
         setting: Where it comes from, for messages.
-
-    Attributes:
-        text: The template as given, messages as JSON.
-        fields: Names that each target must have.
-        blank_lengths: Tokens of each blank, 0 for those without a length.
     """
 
     def __init__(
@@ -100,6 +95,7 @@ class Template:
         parsed = [_parse(message.content, setting) for message in messages]
         self._roles = [message.role for message in messages]
         self._formats = [format_string for format_string, _, _ in parsed]
+        # Names that each target must have, and tokens of each blank, 0 for those without a length
         self.fields = [name for _, names, _ in parsed for name in names]
         self.blank_lengths = tuple(length for _, _, lengths in parsed for length in lengths)
         if blanks != bool(self.blank_lengths):

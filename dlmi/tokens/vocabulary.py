@@ -47,11 +47,6 @@ class Vocabulary:
         lm: The LM that they belong to.
         token_sets: Sets that a token must be in, each a name or a file (`dlmi.tokens.token_sets`).
         forbid_target_tokens: What the prompt of a target may not hold (`dlmi.tokens.forbidden`).
-
-    Attributes:
-        token_ids: The token of each column, ascending, (V,).
-        matrix: Their embeddings, (V, d).
-        must_round_trip: Whether prompts must round-trip (`dlmi.tokens.round_trip`).
     """
 
     def __init__(
@@ -69,10 +64,10 @@ class Vocabulary:
                 f"{' and '.join(token_sets)} leaves none."
             )
         self.lm = lm
-        self.must_round_trip = "round_trip" in token_sets
-        self.token_ids = torch.tensor(ids, device=lm.device)
+        self.must_round_trip = "round_trip" in token_sets  # a prompt (`dlmi.tokens.round_trip`)
+        self.token_ids = torch.tensor(ids, device=lm.device)  # of each column, ascending, (V,)
         whole = lm.embedding_matrix
-        self.matrix = whole if len(ids) == len(whole) else whole[self.token_ids]
+        self.matrix = whole if len(ids) == len(whole) else whole[self.token_ids]  # (V, d)
         self._forbidden = Forbidden(lm, ids, forbid_target_tokens)
 
     def __len__(self) -> int:
@@ -98,7 +93,7 @@ class Vocabulary:
     def check_targets(self, targets: Sequence[Target]) -> None:
         """Raise `InputError` for a target that bars every token."""
         for target in targets:
-            if len(self._forbidden.columns(target)) == len(self):
+            if len(self.barred_columns(target)) == len(self):
                 raise InputError(
                     f"Expected target {target.id} to leave at least 1 token for its prompt, but "
                     f"`model.forbid_target_tokens: {self._forbidden.kind}` bars all {len(self)} "

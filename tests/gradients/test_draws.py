@@ -7,9 +7,9 @@ import torch
 from helpers.toy_slot import normal, quadratic, toy_slot
 
 from dlmi import InputError
+from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
 from dlmi.gradients.estimators import ESTIMATORS, along, label, state_along
-from dlmi.gradients.study import StudySettings, measure_state
 from dlmi.gradients.truth import exact_truth, sample_prompts
 from dlmi.methods import DLMI, GBDA, REINFORCE
 from dlmi.methods.reinforce import REINFORCEState
@@ -102,7 +102,7 @@ def test_pilots_are_drawn_with_a_seed_of_their_own():
     average = loss(sample_prompts(LOGITS, 32, slot.seed("gradients/average"))).mean()
     ema = ESTIMATORS["reinforce"]
     draws = draw_gradients(ema, REINFORCEState(average), slot, range(3), READER)
-    [found] = measure_state(run, slot, READER, [ema], StudySettings(3), with_truth=False)
+    [found] = GradientStudy(draws=3).measure(run, slot, READER, [ema], with_truth=False)
     assert found["variance_max"].value == pytest.approx(float(draws.var(0).max()))
     assert found["tau"] is None
 

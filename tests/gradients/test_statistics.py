@@ -7,19 +7,20 @@ import torch
 from helpers.toy_slot import ToyReader, normal, quadratic, toy_slot
 
 from dlmi.gradient_rows import STATISTICS, Statistic
-from dlmi.gradients.coverage import SampleCoverage
+from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.draws import draw_gradients, hard_loss
 from dlmi.gradients.intervals import jackknife
 from dlmi.gradients.statistics import (
+    MIN_EVENTS,
     agreement,
     bias_max,
+    expected_events,
     inner_products,
     measure,
     spread,
     squared_norm,
     variance_max,
 )
-from dlmi.gradients.study import StudySettings, measure_state
 from dlmi.gradients.truth import Truth, exact_truth
 from dlmi.methods import REINFORCE
 from dlmi.methods.reinforce import REINFORCEState
@@ -147,14 +148,11 @@ def test_what_samples_cannot_show_is_left_undefined():
     tokens = 4000
     reader = ToyReader(lambda rows: rows[:, :, :2000].sum((1, 2)), tokens, torch.float32)
     logits, method = torch.zeros(1, tokens), REINFORCE(4, "rloo")
-    slot, settings = toy_slot(logits), StudySettings(draws=4, truth="exact")
-    [found] = measure_state(method, slot, reader, [method], settings)
+    slot, study = toy_slot(logits), GradientStudy(draws=4, truth="exact")
+    [found] = study.measure(method, slot, reader, [method])
     defined = {name for name in STATISTICS if found[name].value is not None}
     assert defined == {"variance_max", "bias_max"}
     truth = exact_truth(hard_loss(method, slot, reader), logits)
-    few, many = (SampleCoverage.of(logits, draws, 4, truth) for draws in (4, 20_000))
-    assert few.pairs == pytest.approx(4 * 3 / 2 * 16 / tokens)
-    assert few.truth_hits == pytest.approx(16 / tokens)
-    assert not few.shows_spread
-    assert many.shows_spread
-    assert many.shows_agreement
+    few, many = (expected_events(logits, draws, 4, truth) for draws in (4, 20_000))
+    assert few == pytest.approx((4 * 3 / 2 * 16 / tokens, 16 / tokens))
+    assert max(few) < MIN_EVENTS <= min(many)

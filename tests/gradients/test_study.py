@@ -81,7 +81,7 @@ def test_time_of_a_study_is_not_charged_to_the_targets(data, fit, monkeypatch):
         now += 100.0
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(GradientStudy, "_measure", slow)
+    monkeypatch.setattr(GradientStudy, "_write_rows", slow)
     rows = fit(run(SMALL), data(per_k=1), callbacks=[GradientStudy(**FEW)])
     assert now >= 200
     assert [r.seconds for r in rows.values()] == [0.0, 0.0]

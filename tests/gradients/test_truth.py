@@ -8,11 +8,12 @@ from helpers.toy_slot import ToyReader, normal, quadratic, toy_slot
 
 from dlmi.estimators.score_function import moving_average, score_function_gradient
 from dlmi.estimators.soft_embedding import sample_columns
+from dlmi.gradients.callback import GradientStudy
 from dlmi.gradients.draws import hard_loss
 from dlmi.gradients.estimators import ESTIMATORS, label
-from dlmi.gradients.study import StudySettings, choose_coordinates, measure_state
 from dlmi.gradients.truth import (
     as_in_code_reference,
+    choose_coordinates,
     conditional_truth,
     exact_truth,
     rloo_truth,
@@ -145,8 +146,8 @@ def test_against_the_authors_reference_the_order_of_temperatures_turns_round():
     chosen = [ESTIMATORS["gs_tau1"], ESTIMATORS["gs_tau100"]]
     found = {}
     for kind in ("exact", "as_in_code"):
-        study = StudySettings(40, kind, truth_samples=64)
-        for m in measure_state(chosen[0], toy_slot(LOGITS), READER, chosen, study):
+        study = GradientStudy(draws=40, truth=kind, truth_samples=64)
+        for m in study.measure(chosen[0], toy_slot(LOGITS), READER, chosen):
             found[kind, m["estimator"]] = m["bias_max"].value
     one, hundred = map(label, chosen)
     assert found["exact", hundred] > found["exact", one]

@@ -34,7 +34,7 @@ def test_rows_in_another_order_of_memory(monkeypatch):
     monkeypatch.setattr("dlmi.estimators.soft_embedding._backend", lambda logits: kernels)
     assert_close(with_gradients(soft_embedding, turned, *problem), expected, 1e-9)
     with pytest.raises(ValueError, match="contiguous"):
-        kernels._launcher(CPU)(None, (1,), turned[0])
+        kernels._launch(None, (1,), turned[0])
 
 
 def test_self_check_tells_a_wrong_backend_from_a_right_one(monkeypatch):

@@ -5,16 +5,17 @@ import json
 import pytest
 
 from dlmi import InputError, load_lm
-from dlmi.questions.baselines import changes, random_prompts, score_each
 from dlmi.questions.scoring import (
     Accuracy,
     Answered,
     Decoding,
+    changes,
     check_template,
+    random_prompts,
+    score_each,
     score_prompt,
 )
-from dlmi.targets.answers import normalise
-from dlmi.targets.questions import Question, load_questions
+from dlmi.targets.questions import Question, load_questions, normalise
 from dlmi.targets.template import Template
 
 # ---- scores

@@ -101,14 +101,8 @@ class _SoftEmbedding(torch.autograd.Function):
         tau_gradient = torch.zeros_like(tau) if ctx.needs_input_grad[1] else None
         with torch.autocast(matrix.device.type, enabled=False):
             for group in row_groups(logits, tau, keys, ctx.num_samples):
-                backend.backward(
-                    group,
-                    matrix,
-                    sums.part(group.span),
-                    arriving[group.span],
-                    logit_gradients,
-                    tau_gradient,
-                )
+                part, by_part = sums.part(group.span), arriving[group.span]
+                backend.backward(group, matrix, part, by_part, logit_gradients, tau_gradient)
         return None, tau_gradient, None, None, None, *logit_gradients
 
 

@@ -6,8 +6,7 @@ product of the backward pass into gradients. The products are PyTorch's. All sum
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ _SHIFT = tl.constexpr(SHIFT)
 _MULTIPLIER = tl.constexpr(MULTIPLIER % 2**32)
 _SIGN_MASK = tl.constexpr(SIGN_MASK)
 _UNIT = tl.constexpr(UNIT)
-_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, is no nan
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that a tile of barred entries, all -inf, gives no NaN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,16 +127,15 @@ def _gradient_kernel(
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`."""
     rows = _row_arguments(group)
-    launch = _launcher(matrix.device)
     for span, own in rows:
         results = (sums.peak[span], sums.total[span], sums.largest[span])
-        launch(_sums_kernel, (span.stop - span.start,), *own, *results)
+        _launch(_sums_kernel, (span.stop - span.start,), *own, *results)
     sums.soft.zero_()
     for first, width in _blocks(group):
         weights = sums.soft.new_empty(group.rows, width)
         for span, own in rows:
             grid = (span.stop - span.start, triton.cdiv(width, _TILE.value))
-            launch(_weights_kernel, grid, *own, sums.peak[span], weights[span], first, width)
+            _launch(_weights_kernel, grid, *own, sums.peak[span], weights[span], first, width)
         sums.soft.addmm_(weights, matrix[first : first + width].to(weights.dtype))
     sums.soft.div_(sums.total)
 
@@ -154,40 +152,26 @@ def backward(
     gradient = gradient / sums.total
     means = (gradient * sums.soft).sum(-1, keepdim=True)
     rows = _row_arguments(group)
-    launch = _launcher(matrix.device)
     for first, width in _blocks(group):
         product = gradient @ matrix[first : first + width].to(gradient.dtype).T
         grid = (group.positions, triton.cdiv(width, _TILE.value))
         for (slot, _), (span, own) in zip(group.spans(), rows, strict=True):
             tau_parts = gradient.new_empty(grid)
-            launch(
-                _gradient_kernel,
-                grid,
-                *own,
-                sums.peak[span],
-                means[span],
-                product[span],
-                logit_gradients[slot],
-                tau_parts,
-                (span.stop - span.start) // group.positions,
-                first,
-                width,
-            )
+            samples = (span.stop - span.start) // group.positions
+            of_rows = (sums.peak[span], means[span], product[span])
+            results = (logit_gradients[slot], tau_parts)
+            _launch(_gradient_kernel, grid, *own, *of_rows, *results, samples, first, width)
             if tau_gradient is not None:
                 tau_gradient[slot].sub_(tau_parts.sum(-1))
 
 
-def _launcher(device: torch.device) -> Callable[..., None]:
-    """Launches a kernel over a grid on this device; Triton itself takes the current one."""
-
-    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-        # Kernels find an entry by its row and column alone.
-        if not all(x.is_contiguous() for x in arguments if isinstance(x, Tensor)):
-            raise ValueError("Expected every tensor of a kernel to be contiguous.")
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](*arguments)
-
-    return launch
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    """Launch a kernel on the device of its first argument; Triton itself takes the current one."""
+    # Kernels find an entry by its row and column alone.
+    if not all(x.is_contiguous() for x in arguments if isinstance(x, Tensor)):
+        raise ValueError("Expected every tensor of a kernel to be contiguous.")
+    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments)
 
 
 def _blocks(group: RowGroup) -> list[tuple[int, int]]:

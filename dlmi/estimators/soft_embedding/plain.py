@@ -21,7 +21,7 @@ _MINIMUM_COLUMNS = 256  # narrower blocks would make the product with E slow
 def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
     """Fill `sums`; `largest` only if `hard`."""
     sums.soft.zero_()
-    # Finite, so that a block of barred entries, all -inf, is no nan after the subtraction.
+    # Finite, so that subtracting it from a block of barred entries, all -inf, gives no NaN.
     sums.peak.fill_(torch.finfo(sums.peak.dtype).min)
     sums.total.zero_()
     for columns, x in _blocks(group):

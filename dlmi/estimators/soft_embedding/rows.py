@@ -64,7 +64,7 @@ class RowSums:
 
     @classmethod
     def empty(cls, rows: int, width: int, like: Tensor) -> "RowSums":
-        """Room for so many rows."""
+        """Uninitialised, for a number of rows."""
         return cls(
             like.new_empty(rows, width),
             like.new_empty(rows, 1),
