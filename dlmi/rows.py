@@ -1,7 +1,6 @@
 """The result row of a target, and files of rows."""
 
 import contextlib
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,13 +10,13 @@ from typing import Any
 from dlmi.errors import InputError
 from dlmi.jsonl import build, read_objects, to_line
 from dlmi.metrics import lcs_members
+from dlmi.old_rows import nan_for_null, upgrade
 from dlmi.targets.context import Context, Example
 from dlmi.text import html_code, html_table, marked_html
 
 RESULTS_FILE = "results.jsonl"  # in a run's folder
 
 _INTERRUPTED = re.compile(rb'"stop_reason": ?"interrupted"')
-_MAY_BE_NAN = ("discrete_loss", "diagnostics", "means")
 
 # Keys of `Inversion.lcs_matrix`: the form of the prompt, then the decode.
 DECODES = ("free_greedy", "teacher_forced")
@@ -141,25 +140,7 @@ class Inversion:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Inversion":
         """The inverse of `to_json_line`; raises `InputError` for a wrong type."""
-        if row.get("frame"):
-            raise InputError("it has a `frame` in place of `context`, as rows of earlier versions")
-        return build(cls, _nan_for_null(row))
-
-
-def _nan_for_null(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, or a point of its trace, with NaN for null where it may have NaN: JSON has none."""
-
-    def numbers(value: Any) -> Any:
-        if isinstance(value, list):
-            return [numbers(item) for item in value]
-        if isinstance(value, dict):
-            return {name: numbers(item) for name, item in value.items()}
-        return math.nan if value is None else value
-
-    made = {name: numbers(row[name]) for name in _MAY_BE_NAN if name in row}
-    if isinstance(trace := row.get("trace"), list):
-        made["trace"] = [_nan_for_null(p) if isinstance(p, dict) else p for p in trace]
-    return {**row, **made}
+        return build(cls, nan_for_null(upgrade(row)))
 
 
 def results_name(worker: int) -> str:

@@ -13,7 +13,7 @@ import dlmi.methods
 from dlmi.errors import InputError
 from dlmi.gradient_rows import read_gradient_rows
 from dlmi.jsonl import build, parse_object
-from dlmi.rows import Inversion, count_finished, read_rows
+from dlmi.rows import Inversion, count_finished, read_rows, upgrade
 from dlmi.targets.context import Context
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +29,7 @@ def old():
 def test_all_rows_of_the_benchmark_are_read():
     rows = [row for file in FILES for row in read_rows(file)]
     assert len(rows) == 412
+    assert all(row.metrics["lcs"] == row.lcs for row in rows)
     assert {row.context for row in rows} == {None}
     assert {row.method for row in rows} >= {"EchoSearch", "DLMI"}
 
@@ -50,14 +51,54 @@ def test_nan_and_infinity_survive(old):
     assert all(map(math.isnan, (*numbers, again.diagnostics["tau"][1])))
 
 
+FRAME = {
+    "pieces": [[1], [2]],
+    "slot_lengths": [3],
+    "head": 1,
+    "template": "a {slot}",
+    "chat": True,
+    "reasoning": {"max_tokens": 9, "trigger": "!", "trigger_ids": [5]},
+}
+
+
+def test_a_frame_becomes_a_context(old):
+    example = {"id": "e", "ids": [1], "text": "x", "frame": FRAME, "full_text": "y"}
+    example |= {"output_ids": [1], "output_text": "x", "lcs": 1.0, "exact": True}
+    row = Inversion.from_json({**old, "frame": FRAME, "examples": [example]})
+    assert row.context.pieces == ((1,), (2,))
+    assert row.context.blank_lengths == (3,)
+    assert row.context.read_once == 1
+    assert row.context.reasoning.trigger_ids == (5,)
+    assert row.examples[0].context == row.context
+
+
+def test_a_search_after_a_relaxation_becomes_refined(old):
+    settings = {"tau0": 1.0, "refine_after": 0.5, "refine_width": 16, "steps": 9, "seed": 0}
+    row = Inversion.from_json({**old, "method": "DLMI", "settings": settings})
+    assert row.method == "Refined"
+    assert row.settings == {
+        "first": {"method": "DLMI", "tau0": 1.0},
+        "search": {"method": "SwapSearch", "width": 16},
+        "after": 0.5,
+        "steps": 9,
+        "seed": 0,
+    }
+    alone = {**settings, "refine_after": 1.0}
+    assert Inversion.from_json({**old, "method": "DLMI", "settings": alone}).settings == alone
+
+
+def test_a_row_of_today_is_left_alone(old):
+    row = upgrade(old)
+    assert upgrade(row) is row
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"target_ids": [1, "2"]}, "expected `int`, got `str` at `target_ids[1]`"),
         ({"lcs": None}, "expected `float`, got `null` at `lcs`"),
-        ({"context": "x"}, "expected `object | null`, got `str` at `context`"),
-        ({"context": {"pieces": [[1]]}}, "one piece more than blanks"),
-        ({"frame": {"pieces": [[1], []]}}, "as rows of earlier versions"),
+        ({"frame": "x"}, "expected `object | null`, got `str` at `context`"),
+        ({"frame": {"pieces": [[1]]}}, "one piece more than blanks"),
         ({"trace": 3}, "expected `array`, got `int` at `trace`"),
         ({"examples": [3]}, "expected `object`, got `int` at `examples[0]`"),
         ({"settings": [[]]}, "expected `object`, got `array` at `settings`"),

@@ -19,8 +19,27 @@ from jsonargparse import ArgumentParser, Namespace
 
 from dlmi.errors import InputError, find_input_error, first_line
 
-# What LightningCLI's own examples write, and how it is written here.
-_OF_LIGHTNING = {"model": "model.method", "model.class_path": "model.method"}
+# Former names of settings and the present ones, for error messages. A setting that has moved, or
+# has a similar name now, needs no entry: it is found like a misspelt one.
+FORMER = {
+    "EchoSearch": "SwapSearch",
+    "model": "model.method",
+    "model.class_path": "model.method",
+    "model.init": "model.method.first_prompt",
+    "model.start": "model.method.start_from",
+    "model.starts": "model.method.num_starts",
+    "model.refine_after": "model.method Refined, with model.method.first and model.method.after",
+    "model.allow_non_ascii": "model.allowed_tokens all",
+    "data.targets_file": "data.targets File, with data.targets.path",
+    "data.examples_per_step": "data.share.per_step",
+    "data.eval_examples": "data.share.evaluated",
+    "data.held_out_file": "data.share.held_out",
+    "data.questions": "data.targets Questions, with data.targets.source",
+    "data.max_questions": "data.targets.limit",
+    "target_seed": "seed",
+    "targets_file": "file",
+}
+
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -170,10 +189,8 @@ def _plain(message: str, parser: ArgumentParser | None) -> str:
     )
     if key and given:
         value = "null" if given[-1] == "None" else given[-1]
-        close = _closest(value, _class_names(key))
-        if key in _OF_LIGHTNING:
-            close = f"`{_OF_LIGHTNING[key]}`"
-        hint = f" Did you mean {close}?" if close else ""
+        now, close = FORMER.get(key) or FORMER.get(value), _closest(value, _class_names(key))
+        hint = f" It is now `{now}`." if now else f" Did you mean {close}?" if close else ""
         return f"Expected `{key}` to be {_kinds(message, key)}, but got {value}.{hint}"
     text = re.sub(r'Parser key "[^"]+":', "", message)
     return f"{f'`{key}`: ' if key else ''}{' '.join(text.split())}"[:400]
@@ -203,12 +220,15 @@ def _kinds(message: str, key: str) -> str:
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
     """The message for an unknown option, with a suggestion."""
+    section, _, last = key.rpartition(".")
     known = known_options(parser)
     owner = known.pop(key, "")
-    moved = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    close = _OF_LIGHTNING.get(key) or _closest(key, moved, 0) or _closest(key, known)
+    moved = [name for name in known if name.rpartition(".")[2] == last]
+    close = _closest(key, moved, 0) or _closest(key, known)
     hint = f"It is an option of {owner}. " if owner else ""
-    if close:
+    if new := FORMER.get(f"{key.partition('.')[0]}.{last}" if section else key):
+        hint += f"It is now `{new}`. "
+    elif close:
         of = f" of {known[close]}" if known[close] else ""
         hint += f"Did you mean `{close}`{of}? "
     helps = f"`{parser.prog} --help` lists them"

@@ -1,16 +1,18 @@
 """A target: what one prompt is to make the LM say, in one context or in many."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from msgspec import Meta
 
 from dlmi.jsonl import build
+from dlmi.old_rows import EXAMPLES, each, with_context
 from dlmi.targets.context import NO_CONTEXT, Context, Example, common_beginning
 from dlmi.targets.seeds import hash_seed
 
@@ -95,13 +97,15 @@ class Target:
         """The same target with every context changed."""
 
         def changed(examples: Sequence[Example]) -> tuple[Example, ...]:
-            return tuple(replace(e, context=change(e.context)) for e in examples)
+            return tuple(dataclasses.replace(e, context=change(e.context)) for e in examples)
 
-        return replace(self, examples=changed(self.examples), held_out=changed(self.held_out))
+        return dataclasses.replace(
+            self, examples=changed(self.examples), held_out=changed(self.held_out)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; that of a single example has its `ids`, `text` and `context`."""
-        row = asdict(self)
+        row = dataclasses.asdict(self)
         [first, *others] = row.pop("examples")
         rest = {name: row.pop(name) for name in ("per_step", "evaluated", "held_out", "group")}
         rest = {name: value for name, value in rest.items() if value not in (None, ())}
@@ -113,13 +117,23 @@ class Target:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Target":
         """The inverse of `to_json`; raises `InputError` where a value has the wrong type."""
-        if "examples" not in row:
-            names = ["id", "ids", "text"]
-            example = {name: row[name] for name in names if name in row}
-            if not isinstance(row.get("context"), str | None):  # a text is a field of a template
-                example["context"] = row["context"]
-            row = {**row, "examples": [example]}
-        return build(cls, row)
+        return build(cls, _with_examples(row))
+
+
+def _with_examples(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the fields of `Target`; older versions wrote `frame` and `shared`."""
+    shared = row.get("shared")
+    if isinstance(shared, dict):  # here `examples` are those that are evaluated
+        seen, pool = row.get("examples") or [], shared.get("pool") or []
+        row = {**row, **shared, "examples": pool, "evaluated": len(seen) or None}
+    elif "examples" not in row:
+        names = ["id", "ids", "text", "frame"]
+        example = {name: row[name] for name in names if name in row}
+        if not isinstance(row.get("context"), str | None):  # a text is a field of a template
+            example["context"] = row["context"]
+        row = {**row, "examples": [example]}
+    lists = {name: each(with_context, row[name]) for name in EXAMPLES if name in row}
+    return {**row, **lists}
 
 
 def split(examples: Sequence[Example], output_ids: Sequence[int]) -> list[tuple[int, ...]]:
@@ -135,21 +149,26 @@ def share_prompt(
     held_out: Sequence[Target] = (),
 ) -> Target:
     """One target whose prompt is to work for the examples of many; see `Target`."""
-    known, unknown = (tuple(e for t in group for e in t.examples) for group in (targets, held_out))
-    return Target(SHARED_ID, known, per_step=per_step, evaluated=evaluated, held_out=unknown)
+    return Target(
+        SHARED_ID,
+        tuple(example for target in targets for example in target.examples),
+        per_step=per_step,
+        evaluated=evaluated,
+        held_out=tuple(example for target in held_out for example in target.examples),
+    )
 
 
 def with_start_ids(targets: Sequence[Target], start_ids: Sequence[int]) -> list[Target]:
     """The targets with `start_ids` (BoS, or none) in every context."""
     start = tuple(start_ids)
-    return [t.with_contexts(lambda c: replace(c, start_ids=start)) for t in targets]
+    return [t.with_contexts(lambda c: dataclasses.replace(c, start_ids=start)) for t in targets]
 
 
 def share_prefix(targets: Sequence[Target]) -> list[Target]:
     """The targets of a run, with the beginning that all contexts share marked `read_once`."""
     firsts = [example.context.pieces[0] for target in targets for example in target.all_examples]
     count = len(common_beginning(firsts))
-    return [t.with_contexts(lambda c: replace(c, read_once=count)) for t in targets]
+    return [t.with_contexts(lambda c: dataclasses.replace(c, read_once=count)) for t in targets]
 
 
 def fingerprint_targets(targets: Iterable[Target]) -> str:

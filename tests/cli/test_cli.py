@@ -372,23 +372,30 @@ def test_bad_input_is_one_clear_line(name, tiny_flags, model_folder, tmp_path, c
     assert sorted(path.name for path in tmp_path.iterdir()) == before, "left something behind"
 
 
-# Settings where LightningCLI's examples, or a guess, would put them, and where they are.
-MISPLACED = {
+# Settings by their former names, and what the line must say they are now.
+FORMER = {
     "--model DLMI": "`model.method`",
+    "--model EchoSearch": "`model.method`",
+    "--model.method EchoSearch": "`SwapSearch`",
     "--model.method DLMI --model.tau0 1": "`model.method.tau0`",
     "--model.method DLMI --model.init_args.tau0 1": "`model.method.tau0`",
     "--model.method DLMI --model.init_args.steps 1": "`model.steps`",
-    "--model.method DLMI --model.allow_non_ascii true": "`model.allowed_tokens`",
+    "--model.method DLMI --model.refine_after 0.5": "`model.method Refined",
+    "--model.method DLMI --model.method.refine_after 0.5": "`model.method Refined",
+    "--model.method GCG --model.allow_non_ascii true": "`model.allowed_tokens all`",
+    "--model.method GCG --model.method.init random": "`model.method.first_prompt`",
     "--model.method DLMI --data.k [1]": "`data.targets.k`",
     "--model.method DLMI --data.per_k 1": "`data.targets.per_k`",
     "--model.method DLMI --data.target_length 4": "`data.targets.length`",
     "--model.method DLMI --data.target_seed 4": "`data.targets.seed`",
+    "--model.method DLMI --data.targets_file x": "`data.targets File, with data.targets.path`",
     "--model.method DLMI --data.texts [x]": "`data.targets.texts` of Texts",
     "--model.method DLMI --data.bos x": "`data.load.bos`",
     "--model.method DLMI --data.quantization int8": "`data.load.quantization`",
     "--model.method DLMI --data.lm_device_map auto": "`data.load.device_map`",
     "--model.method DLMI --data.trust_remote_code true": "`data.load.trust_remote_code`",
     "--model.method DLMI --data.shared true": "`data.share",
+    "--model.method DLMI --data.questions sums": "`data.targets Questions",
     "--config {model: DLMI}": "`model.method`",
     "--config {model: {class_path: DLMI}}": "`model.method`",
     "--config {model: {class_path: DLMI, init_args: {tau0: 1}}}": "`model.method.tau0`",
@@ -397,13 +404,13 @@ MISPLACED = {
 }
 
 
-@pytest.mark.parametrize("misplaced", MISPLACED)
-def test_a_misplaced_setting_is_refused_with_its_place(misplaced, capfd):
-    words = misplaced.partition("--config ")
+@pytest.mark.parametrize("former", FORMER)
+def test_a_former_name_is_refused_with_the_present_one(former, capfd):
+    words = former.partition("--config ")
     flags = [*words[0].split(), *([words[1].strip(), words[2]] if words[1] else [])]
     assert run("fit", *flags) == 2
     [line] = capfd.readouterr().err.strip().splitlines()
-    assert MISPLACED[misplaced] in line.split(" but got ")[1].partition(".")[2]
+    assert FORMER[former] in line.split(" but got ")[1].partition(".")[2]
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tiny_flags, tmp_path, capfd):

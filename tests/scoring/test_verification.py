@@ -56,27 +56,16 @@ ELSEWHERE = {"seconds": 0.0, "model": "tiny", "revision": None, "device": "cpu",
 KINDS = ("plain", "template", "chat", "shared", "reasoning", "prompt_bos", "round_trip", "easy")
 
 
-def with_contexts(row):
-    """A recorded row, or an example of one, in the present format."""
-    if frame := row.pop("frame", None):
-        names = {"slot_lengths": "blank_lengths", "head": "read_once"}
-        row["context"] = {names.get(name, name): value for name, value in frame.items()}
-    for example in [*row.get("examples", ()), *row.get("held_out", ())]:
-        with_contexts(example)
-    return row
-
-
 @pytest.fixture(scope="module")
 def earlier_rows():
-    """By kind, the first recorded row, with `context` in place of what was a `frame`."""
+    """By kind, the first row of an earlier version: `frame`, no `metrics`, flat settings."""
     found = {}
     for line in (GOLDEN / "rows.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         kind = case["case"].split("/")[1]
         if kind in KINDS and kind not in found:
             trace = [{"seconds": 0.0, **point} for point in case["row"]["trace"]]
-            row = with_contexts({**ELSEWHERE, **case["row"], "trace": trace})
-            row = Inversion.from_json(row)
+            row = Inversion.from_json({**ELSEWHERE, **case["row"], "trace": trace})
             found[kind] = case["data"], row
     return found
 

@@ -24,6 +24,19 @@ REPRODUCTION = Path(__file__).parents[2] / "docs" / "reproduction" / "targets.js
 CONTEXT = Context(((3, 4), (7, 7), (10,)), (2, 0), template="t", reasoning=Reasoning(9, "!", (5,)))
 A, B, C = (Target.single(name, (1, 2, i), name.upper(), CONTEXT) for i, name in enumerate("abc"))
 SHARED = share_prompt([A, B], 2, 1, [C])
+# As commit b7e9a4c wrote them.
+OLD_FRAME = {
+    "pieces": [[3, 4], [7, 7], [10]],
+    "slot_lengths": [2, 0],
+    "head": 0,
+    "template": "t",
+    "chat": False,
+    "reasoning": {"max_tokens": 9, "trigger": "!", "trigger_ids": [5]},
+}
+OLD_EXAMPLES = [
+    {"id": name, "ids": [1, 2, i], "text": name.upper(), "frame": OLD_FRAME}
+    for i, name in enumerate("abc")
+]
 
 
 def test_a_target_of_one_example():
@@ -97,6 +110,14 @@ def test_json_gives_the_same_target_back(target):
     assert Target.from_json(json.loads(json.dumps(target.to_json()))) == target
 
 
+def test_targets_of_earlier_versions_are_read():
+    a, b, c = OLD_EXAMPLES
+    assert Target.from_json(a) == A
+    shared = {"pool": [a, b], "per_step": 2, "held_out": [c]}
+    row = {"id": "shared", "ids": [1, 2, 0], "text": "A", "examples": [a], "shared": shared}
+    assert Target.from_json(row) == SHARED
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -105,7 +126,10 @@ def test_json_gives_the_same_target_back(target):
         {"id": "t", "examples": [3]},
         {"id": "t", "examples": [{"id": "e"}]},
         {"id": "t", "ids": [1], "text": "", "context": [1]},
+        {"id": "t", "ids": [1], "text": "", "frame": {"pieces": 3}},
         {"id": "t", "ids": [1], "text": "", "context": {"read_once": 3}},
+        {"id": "t", "ids": [1], "text": "", "shared": {}},
+        {"id": "t", "ids": [1], "text": "", "shared": {"pool": 3}},
     ],
 )
 def test_what_is_no_target_is_refused(row):
