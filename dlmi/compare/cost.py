@@ -83,5 +83,6 @@ def _price_of_step(method: Relaxation[Any], length: int, target: Target) -> int:
         while True:
             cost += asked.count * read_alone * (2 if asked.has_gradient else 1)
             output_ids = torch.zeros(asked.count, len(target.ids), dtype=torch.int64)
-            asked = step.send(Scores(torch.zeros(asked.count), output_ids))
+            losses = torch.zeros(asked.count)
+            asked = step.send(Scores(losses, output_ids, beside=asked.beside))
     return cost
