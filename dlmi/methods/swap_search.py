@@ -1,7 +1,7 @@
 r"""SwapSearch: our recipe. From a start that echoes the target, swap what the gradient promises.
 
 .. math::
-    g_{i,v} = - \langle e_v, \nabla_{h_i} d(f(x), y) \rangle \text{ at } h_i = \bar e, \quad
+    g_{i,v} = - \langle e_v - e_{x_i}, \nabla_{e_{x_i}} d(f(x), y) \rangle, \quad
     C \subset \{ (i, v) : v \in top_K( g_i ) \}, \quad
     x \leftarrow \arg\min_{x' \in C \cup merges(C) \cup \{x\}} d(f(x'), y)
 
@@ -10,20 +10,16 @@ first mistake, and in it the tokens up to the one after that mistake weigh more 
 a free run, what comes after a mistake is said in another context. For the same reason tokens beyond
 a horizon behind that mistake are not read at all, until it has moved on.
 
-The gradient is taken where the token to be swapped is missing: at the mean embedding, in the middle
-of all tokens, a linear model of the loss errs less than at one of them. That takes a row for each
-position, so a step asks about a few positions only, mostly near the end, where rows are short.
-
 The start is the likeliest of some prompts made of the target's near neighbours
 (`dlmi.tokens.neighbours`), or of random ones. Each step tries a few swaps of a position i to a
-token v, drawn from the K that are promised most of at each position asked about so far; cheap ones
-are drawn more often, and at first only the last positions are searched at all, a window behind a
-beginning that the LM has read once. Those that lower d are put together, the best two, the best
-three and so on, and the best of all is taken. As long as none is better, x and so its gradients
-stay the same: they are not computed again, and no swap is tried twice. After some steps without
-success the window is widened, to the whole prompt in the end. Then the search steps aside: it moves
-to the best prompt that it has seen beside x, though that is worse, and does not take back what it
-has swapped until it has found a new best prompt.
+token v, drawn from the K that the gradient at x promises most of at each position; swaps near the
+end are drawn more often, as fewer tokens have to be read again after them, and at first only the
+last positions are searched at all, a window behind a beginning that the LM has read once. Those
+that lower d are put together, the best two, the best three and so on, and the best of all is taken.
+As long as none is better, x and so its gradient stay the same: it is not computed again, and no
+swap is tried twice. After some steps without success the window is widened, to the whole prompt in
+the end. Then the search steps aside: it moves to the best prompt that it has seen beside x, though
+that is worse, and does not take back what it has swapped until it has found a new best prompt.
 
 Axes: N prompt tokens, W of them in the window, M target tokens, H of them before the horizon,
 V tokens a prompt may hold, K swaps per position, C candidates, E examples.
@@ -39,11 +35,11 @@ from torch import Tensor
 from dlmi.methods.base import Search, Step
 from dlmi.methods.slot import Slot
 from dlmi.methods.swaps import count_right, draw_swaps, merge_swaps, token_weights
-from dlmi.scoring.passes import MEAN_TOKEN, Pass, Scores, Steps, Swaps
+from dlmi.scoring.passes import NO_SWAP, Pass, Scores, Steps, Swaps
 from dlmi.targets.context import Example
 from dlmi.tokens.neighbours import echo_prompts
 
-_NOT_ASKED = -2  # in place of the swaps of a position
+_SWAPS_PER_POSITION = 64
 _MERGED_SWAPS = 6  # of those that help, at most so many are put together
 _PATIENCE = 6  # steps without a better prompt before the search steps aside
 _KICKED_SHARE = 0.2  # of the positions, where no swap is possible at all
@@ -69,7 +65,7 @@ class SwapState:
     scored_on: list[str] = field(default_factory=list)  # the examples that it was scored on
     best: Candidate | None = None  # the best prompt so far
     best_right: int = 0  # tokens that it gets right before its first mistake, over all examples
-    # Tokens still to be tried, (W, K), or `_NOT_ASKED`; None: no position was asked about yet
+    # Tokens still to be tried, (W, K); None: the gradient has to be asked
     swaps: Tensor | None = None
     waited: int = 0  # steps without a better prompt
     aside: Candidate | None = None  # the best prompt seen beside `at`
@@ -85,8 +81,6 @@ class SwapSearch(Search[SwapState]):
             target's tokens, in its order) or `random` tokens.
         num_starts: How many of them are looked at.
         width: Swaps that a step tries.
-        positions: Positions that a step asks the gradient about.
-        topk: Swaps that are taken from it at each.
         window: Positions at the end of the prompt that are searched first; more when nothing helps.
         horizon: Tokens of the target that are read from the first mistake on.
         norm_gradient_scale: Factor on gradients at the LM's norm layers; 1 leaves them alone.
@@ -95,10 +89,8 @@ class SwapSearch(Search[SwapState]):
     start_from: Literal["echo", "random"] = "echo"
     num_starts: int = 16
     width: int = 24
-    positions: int = 4
-    topk: int = 64
     window: int = 24
-    horizon: int = 2
+    horizon: int = 4
     norm_gradient_scale: float = 0.85
 
     state_type = SwapState
@@ -129,8 +121,9 @@ class SwapSearch(Search[SwapState]):
             state = SwapState(state.at, state.window, [0] * len(examples), examples)
             first = yield from self._measured(slot, state, state.at.ids)
             yield from self._move(slot, state, first)
-        swaps = yield from self._promising(slot, state)
-        if state.waited >= _PATIENCE or bool((swaps < 0).all()):
+        if state.swaps is None:
+            state.swaps = yield from self._promising(slot, state)
+        if state.waited >= _PATIENCE or bool((state.swaps == NO_SWAP).all()):
             yield from self._leave(slot, state)
         else:
             yield from self._try(slot, state)
@@ -201,33 +194,19 @@ class SwapSearch(Search[SwapState]):
             state.barred = left if state.barred is None else torch.cat([state.barred, left])
 
     def _promising(self, slot: Slot, state: SwapState) -> Steps[Tensor]:
-        """The swaps to try, (W, K), after the gradient was asked about some more positions."""
-        if state.swaps is None:
-            state.swaps = torch.full((state.window, self.topk), _NOT_ASKED)
-        rarity = self._costs(slot, state) ** 2
-        rarity[state.swaps[:, 0] != _NOT_ASKED] = torch.inf
-        draws = torch.empty(state.window).exponential_(generator=slot.rng) * rarity
-        order = draws.argsort()[: self.positions]
-        rows = order[draws[order].isfinite()]
-        if len(rows):
-            places = slot.length - state.window + rows
-            ids = state.at.ids.repeat(len(rows), 1)
-            ids[range(len(rows)), places] = MEAN_TOKEN
-            barred = [torch.stack([torch.arange(len(rows)), state.at.ids[places]], dim=-1)]
-            if state.barred is not None:
-                which, prompt = (state.barred[:, :1] == places).nonzero(as_tuple=True)
-                barred.append(torch.stack([prompt, state.barred[which, 1]], dim=-1))
-            swaps = Swaps(slot.tokens, self.topk, torch.cat(barred))
-            scores = yield replace(self._pass(slot, state, ids, state.at.ids), swaps=swaps)
-            assert scores.swap_ids is not None
-            state.swaps[rows, : scores.swap_ids.shape[1]] = scores.swap_ids
-        return state.swaps
+        """The swaps that the gradient promises most of, (W, K)."""
+        scores = yield self._pass(slot, state, state.at.ids[None], None)
+        assert scores.swap_ids is not None
+        return scores.swap_ids
 
-    def _costs(self, slot: Slot, state: SwapState) -> Tensor:
-        """Tokens that are read after a swap at each position of the window, (W,)."""
-        behind = torch.arange(state.window, 0, -1)
-        examples = self._examples(slot, state, state.at.ids)
-        return torch.stack([behind + len(example.ids) - 1 for example in examples]).sum(0).float()
+    def _swaps(self, slot: Slot, state: SwapState) -> Swaps:
+        """All but no swap at all, and the way back to where the search has been."""
+        first = slot.length - state.window
+        own = torch.stack([torch.arange(state.window), state.at.ids[first:]], dim=-1)
+        barred = [own]
+        if state.barred is not None:
+            barred.append(state.barred[state.barred[:, 0] >= first] - torch.tensor([first, 0]))
+        return Swaps(slot.tokens, _SWAPS_PER_POSITION, torch.cat(barred))
 
     def _drawn(self, slot: Slot, state: SwapState) -> Tensor:
         """Swaps that were not tried yet, (C, N); the more has to be read after one, the rarer.
@@ -235,7 +214,11 @@ class SwapSearch(Search[SwapState]):
         One that does not round-trip, where it must, is replaced by another.
         """
         assert state.swaps is not None
-        first, rarity = slot.length - state.window, self._costs(slot, state)
+        first = slot.length - state.window
+        behind = torch.arange(state.window, 0, -1)  # tokens from each position on
+        examples = self._examples(slot, state, state.at.ids)
+        costs = sum(behind + len(example.ids) - 1 for example in examples)
+        rarity = torch.as_tensor(costs) ** 2
         found = state.at.ids.repeat(0, 1)
         while len(found) < self.width:
             rows, drawn = draw_swaps(state.swaps, rarity, self.width - len(found), slot.rng)
@@ -266,17 +249,18 @@ class SwapSearch(Search[SwapState]):
             narrowed.append(replace(example, ids=ids, context=context))
         return narrowed
 
-    def _pass(self, slot: Slot, state: SwapState, ids: Tensor, like_ids: Tensor) -> Pass:
-        """Prompts, (C, N), as variations of one."""
+    def _pass(self, slot: Slot, state: SwapState, ids: Tensor, like_ids: Tensor | None) -> Pass:
+        """Prompts, (C, N), as variations of one; without one, the gradient of a single prompt."""
         first = slot.length - state.window
-        examples = self._examples(slot, state, like_ids)
+        examples = self._examples(slot, state, ids[0] if like_ids is None else like_ids)
         pairs = zip(state.right, examples, strict=True)
         weights = [token_weights(right, len(example.ids)) for right, example in pairs]
         return Pass(
             ids[:, first:],
             examples,
+            swaps=self._swaps(slot, state) if like_ids is None else None,
             token_weights=torch.cat(weights),
-            like_ids=like_ids[first:],
+            like_ids=None if like_ids is None else like_ids[first:],
             norm_gradient_scale=self.norm_gradient_scale,
         )
 

@@ -39,7 +39,7 @@ def draw_swaps(
     """Draw swaps without replacement, and mark them as tried.
 
     Args:
-        swaps: Tokens that each position may get, (W, K); negative where there is none.
+        swaps: Tokens that each position may get, (W, K); `NO_SWAP` where there is none any more.
         rarity: Of the swaps at each position, (W,): they are drawn in proportion to 1 / rarity.
         count: How many at most, C.
         generator: Source of the draws.
@@ -47,7 +47,7 @@ def draw_swaps(
     Returns:
         Rows of `swaps` and tokens, (C,) each.
     """
-    rows, places = (swaps >= 0).nonzero(as_tuple=True)
+    rows, places = (swaps != NO_SWAP).nonzero(as_tuple=True)
     # The smallest of exponential draws, each with a mean of its rarity.
     draws = torch.empty(len(rows)).exponential_(generator=generator)
     chosen = (draws * rarity[rows]).argsort()[:count]

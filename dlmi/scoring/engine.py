@@ -11,7 +11,6 @@ Axes: B slots, C prompts of a pass, N prompt tokens, m target tokens of all rows
 may hold, d width.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from dlmi.lm.norm_gradients import NormGradientScale, scaled_norm_gradients
 from dlmi.lm.transfer import HOST, Arrived, Parcel, moved
 from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows
 from dlmi.scoring.fluency import Fluency
-from dlmi.scoring.passes import MEAN_TOKEN, NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
+from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
 from dlmi.scoring.prefixes import Ids, PrefixStore
 from dlmi.scoring.reading import Reading
 from dlmi.targets.context import Example
@@ -149,7 +148,7 @@ class Engine:
 
     def _kept_ids(self, asked: Pass) -> list[Ids]:
         """All ids in each example of a single prompt read for its gradient: they are kept."""
-        is_single = asked.swaps is not None and asked.count == 1 and asked.like_ids is None
+        is_single = asked.swaps is not None and asked.count == 1
         is_plain = self._pass_prefixes.lm.precision.dtype is None  # no autocast
         if not (is_single and is_plain and self.lm.can_pack):
             return []
@@ -234,19 +233,11 @@ class Engine:
             elif asked.prompts.is_floating_point():
                 found.append(asked.prompts)
             else:
-                own = next(ids)
-                rows = embed(own.clamp_min(0))
+                rows = embed(next(ids))
                 rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-                if asked.has_mean_tokens:
-                    rows = torch.where((own == MEAN_TOKEN)[..., None], self._mean_row, rows)
                 is_leaf = asked.swaps is not None
                 found.append(rows.detach().clone().requires_grad_() if is_leaf else rows)
         return found
-
-    @functools.cached_property
-    def _mean_row(self) -> Tensor:
-        """What a `MEAN_TOKEN` is read as, (d,)."""
-        return self._matrix.to(torch.promote_types(self._matrix.dtype, torch.float32)).mean(0)
 
     def _next_embeds(
         self, passes: Sequence[Pass], batch: Batch
@@ -273,11 +264,7 @@ class Engine:
         passes = plan.passes
         wanted = [asked.swaps for asked in passes if asked.swaps is not None]
         total = torch.cat([own.losses for own in scores]).sum()
-        by_embeds = torch.autograd.grad(total, list(prompts))  # (C, N, d) each
-        gradients = [  # (N, d), or (C, d) at mean tokens
-            (own * (ids == MEAN_TOKEN)[..., None]).sum(1) if asked.has_mean_tokens else own.mean(0)
-            for asked, own, ids in zip(passes, by_embeds, plan.ids(), strict=True)
-        ]
+        gradients = [own.mean(0) for own in torch.autograd.grad(total, list(prompts))]  # (N, d)
         matrix = self._matrix.to(gradients[0].dtype)
         for gradient, swaps in zip(gradients, wanted, strict=True):
             if swaps.momentum:  # on gradients of one-hot rows of length 1
@@ -286,7 +273,7 @@ class Engine:
             if swaps.carried is not None:
                 gradient.lerp_(swaps.carried.to(gradient), swaps.momentum)
         promises = -(torch.cat(gradients) @ matrix.T)  # (B * N, V)
-        lengths = list(map(len, gradients))
+        lengths = [asked.length for asked in passes]
         for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)
         if plan.barred is not None:
@@ -321,12 +308,12 @@ def _weights(passes: Sequence[Pass], batch: Batch, parcel: Parcel) -> Arrived | 
 
 
 def _barred(passes: Sequence[Pass], parcel: Parcel) -> Arrived | None:
-    """Positions that swaps are asked for, of all passes, and tokens that they may not get."""
+    """Positions of all prompts, concatenated, and tokens that they may not get."""
     barred, first = [], 0
     for asked in passes:
         if asked.swaps is not None and asked.swaps.barred is not None:
             barred.append(asked.swaps.barred + torch.tensor([first, 0]))
-        first += asked.count if asked.has_mean_tokens else asked.length
+        first += asked.length
     return parcel.add(*torch.cat(barred).T) if barred else None
 
 

@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 REMEMBERED = 4  # prefixes that a slot has read, the latest ones
 NO_SWAP = -1  # in place of a token
-MEAN_TOKEN = -1  # in a prompt: read as the mean embedding of the tokens that a prompt may hold
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,11 @@ class RelaxedNextToken:
 
 @dataclass(frozen=True, eq=False)
 class Swaps:
-    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt.
-
-    Prompts without a `MEAN_TOKEN` are asked about all positions, by their mean gradient; else each
-    has one, and is asked about that position only.
-    """
+    """Asks which tokens the gradient, with respect to one-hot rows, would put into a prompt."""
 
     tokens: TargetTokens  # what the prompt may hold
     count: int  # how many are wanted at each position, K
-    # Tokens that are not, (.., 2): position (or prompt with a `MEAN_TOKEN`) and token
-    barred: Tensor | None = None
+    barred: Tensor | None = None  # positions and tokens that are not, (.., 2)
     momentum: float = 0.0  # weight of `carried` in the average with the normalised gradient
     carried: Tensor | None = None  # `Scores.carried` of the step before, (N, d)
 
@@ -82,7 +76,7 @@ class Pass:
     loss: LossName = "cross_entropy"  # which loss
     teacher_forcing: bool = True  # feed the target's own prefix; else run freely
     next_token: RelaxedNextToken | None = None  # of a free run; None: the greedy token
-    swaps: Swaps | None = None  # of discrete prompts
+    swaps: Swaps | None = None  # of discrete prompts, by their mean gradient
     token_weights: Tensor | None = None  # of target tokens in the loss, (M,); None: all the same
     # A prompt, (N,), that the others are variations of: what they share with it is read once
     like_ids: Tensor | None = None
@@ -104,13 +98,6 @@ class Pass:
         return len(prompts.logits) if isinstance(prompts, SoftPrompt) else prompts.shape[1]
 
     @property
-    def has_mean_tokens(self) -> bool:
-        """Whether each prompt has a `MEAN_TOKEN`, about which swaps are asked."""
-        if self.swaps is None or isinstance(self.prompts, SoftPrompt):
-            return False
-        return bool((self.prompts[:1] == MEAN_TOKEN).any())
-
-    @property
     def has_gradient(self) -> bool:
         """Whether a gradient comes back through the LM."""
         if isinstance(self.prompts, SoftPrompt):
@@ -129,8 +116,8 @@ class Scores:
 
     losses: Tensor  # of each prompt, (C,), with a graph where the prompts have one
     output_ids: Tensor  # what the pass decoded after each, in all examples, (C, M)
-    # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K),
-    # or at the `MEAN_TOKEN` of each prompt, (C, K); `NO_SWAP` where there are fewer
+    # With `swaps`, the tokens that lower the loss most, to first order, at each position, (N, K);
+    # `NO_SWAP` where there are fewer
     swap_ids: Tensor | None = None
     carried: Tensor | None = None  # with momentum, the average of normalised gradients, (N, d)
     values: Tensor | None = None  # the losses on the CPU, (C,), if they have a graph and are seen

@@ -29,12 +29,16 @@ _POINT = ("step", "lcs", "discrete_loss", "loss", "as_in_code_lcs")
 
 BUDGET = "A token budget is never overrun."
 FIRST_EMA = "The first step of `ema` compares each sample with the others."
+BEST = "The best prompt of a search is the one with most right tokens, then the best score."
 SEARCH_COST = "A search pays for a prompt from its first difference on, and for a gradient once."
 PREFIX_COST = "The beginning of a context is paid for, once for each target."
 ADC = "ADC scores no prompt twice, and keeps as many entries of its rows as the authors' code."
-MEAN_EMBEDDING = "SwapSearch takes its gradients at the mean embedding."
+ROUND_TRIP = "A swap that does not round-trip, where it must, is replaced by another."
 
-_SWAP_SEARCHES = ("echo_search", "adc_refined", "soda_refined", "dlmi_refined")
+# Where two prompts of a search differ in which is the better one.
+_OTHER_BEST = ("echo_search_random/plain", "echo_search_random/prompt_bos")
+_OTHER_BEST += ("echo_search_window/template", "dlmi_refined/template")
+_SEARCHES = ("gcg", "echo_search", "adc_refined", "soda_refined", "dlmi_refined")
 
 
 @dataclass
@@ -122,8 +126,7 @@ def changed(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
 def reason_of(case: str, now: dict[str, Any]) -> str:
     """Why these columns of a case are others now; `ValueError` where that is not known."""
     row, variant = case.split("/")
-    if row.startswith(_SWAP_SEARCHES):
-        return MEAN_EMBEDDING
+    is_search = row.startswith(_SEARCHES)
     if row.startswith("adc"):
         return ADC
     if variant == "token_budget":
@@ -131,7 +134,11 @@ def reason_of(case: str, now: dict[str, Any]) -> str:
     if row == "reinforce":
         return FIRST_EMA
     if now.keys() == {"forward_tokens"}:
-        return SEARCH_COST if row.startswith("gcg") else PREFIX_COST
+        return SEARCH_COST if is_search else PREFIX_COST
+    if variant == "round_trip" and is_search and row != "gcg":
+        return ROUND_TRIP
+    if case in _OTHER_BEST:
+        return BEST
     raise ValueError(f"{case} has other values for no reason: {now}")
 
 

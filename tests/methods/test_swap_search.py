@@ -15,7 +15,7 @@ from dlmi.methods import ADC, DLMI, GBDA, GCG, PEZ, REINFORCE, SODA, Refined, Sw
 from dlmi.methods.swaps import merge_swaps, token_weights
 from dlmi.scoring.engine import Engine
 from dlmi.scoring.evaluation import evaluate
-from dlmi.scoring.passes import MEAN_TOKEN, NO_SWAP, Cost, Pass
+from dlmi.scoring.passes import NO_SWAP, Cost, Pass
 from dlmi.targets.context import NO_CONTEXT, Context
 from dlmi.targets.sources import Sharing
 from dlmi.targets.target import Target, share_prompt
@@ -62,13 +62,9 @@ class Search:
         return self.method.prompt_ids(self.slot, self.state).tolist()
 
     @property
-    def is_used_up(self):
-        swaps = self.state.swaps
-        return swaps is not None and bool((swaps < 0).all())
-
-    @property
     def is_stuck(self):
-        return self.state.waited >= 6 or self.is_used_up
+        swaps = self.state.swaps
+        return self.state.waited >= 6 or (swaps is not None and bool((swaps == NO_SWAP).all()))
 
 
 def right_of(lm, prompt_ids, ids):
@@ -96,9 +92,9 @@ def test_it_ends_where_no_single_swap_helps(tiny, monkeypatch):
     search = Search(tiny, SwapSearch(width=7, **WHOLE), [4, 5, 6])
     for _ in range(200):
         search.step()
-        if search.is_used_up:
+        if search.is_stuck:
             break
-    assert search.is_used_up
+    assert search.is_stuck
     found = search.state.at.ids.tolist()
     [right] = search.state.right
     neighbours = [
@@ -150,7 +146,7 @@ def swaps_and_merges(search):
     """Of the latest step: the prompt, the swaps that it tried, and the merges of them."""
     like, rows = None, []
     for asked in search.passes:
-        if asked.swaps is None and (like is None or torch.equal(asked.like_ids, like)):
+        if asked.like_ids is not None and (like is None or torch.equal(asked.like_ids, like)):
             like = asked.like_ids
             rows += asked.prompts.tolist()
     changes = [[i for i, v in enumerate(row) if v != like[i]] for row in rows]
@@ -175,7 +171,7 @@ def test_no_swap_is_tried_twice_while_the_prompt_stays(tiny, monkeypatch):
 
 def test_a_step_takes_the_best_of_swaps_and_merges(tiny):
     """Merges are made of swaps that help, and one of them is taken where it is better still."""
-    search = Search(tiny, SwapSearch(width=24, positions=6, **WHOLE), [4, 5, 6, 7, 8, 9])
+    search = Search(tiny, SwapSearch(width=24, **WHOLE), [4, 5, 6, 7, 8, 9])
     search.step()
     merges_taken = 0
     for _ in range(6):
@@ -199,13 +195,13 @@ def test_a_step_takes_the_best_of_swaps_and_merges(tiny):
     assert merges_taken > 0
 
 
-def test_swaps_are_those_that_the_gradient_at_the_mean_embedding_promises_most_of(tiny):
+def test_swaps_are_those_that_the_gradient_promises_most_of(tiny, monkeypatch):
     """Against the derivative of the loss along every swap."""
+    monkeypatch.setattr("dlmi.methods.swap_search._SWAPS_PER_POSITION", 5)
     # All that are promised are tried in one step; none of them is better than this prompt.
-    search = Search(tiny, SwapSearch(width=1, topk=5, **WHOLE), [4, 5, 6])
+    search = Search(tiny, SwapSearch(width=1, **WHOLE), [4, 5, 6])
     search.step()
     here, [right] = search.state.at.ids, search.state.right
-    search.state.swaps = None
     proposed = search.method._promising(search.slot, search.state)
     scores = search.engine([next(proposed)])[0]
     with pytest.raises(StopIteration) as end:
@@ -216,11 +212,9 @@ def test_swaps_are_those_that_the_gradient_at_the_mean_embedding_promises_most_o
 
     def slope(position, token_id):
         share = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        mean = tiny.embedding_matrix[vocabulary.token_ids].mean(0)
-        without, direction = embeds.clone(), torch.zeros_like(embeds)
-        without[0, position] = mean
-        direction[0, position] = tiny.embedding_matrix[token_id] - mean
-        logits = tiny.target_logits(without + share * direction, target_ids)[0]
+        direction = torch.zeros_like(embeds)
+        direction[0, position] = tiny.embedding_matrix[token_id] - embeds[0, position]
+        logits = tiny.target_logits(embeds + share * direction, target_ids)[0]
         loss = torch.nn.functional.cross_entropy(logits, target_ids[0], reduction="none")
         loss = (loss * weights).sum() / weights.sum()
         return float(torch.autograd.grad(loss, share)[0])
@@ -231,45 +225,21 @@ def test_swaps_are_those_that_the_gradient_at_the_mean_embedding_promises_most_o
         assert swaps[position].tolist() == steepest
 
 
-def assert_frequencies(counts, weights):
-    """They are in proportion to weights, to four standard deviations."""
-    draws, expected = counts.sum(), weights / weights.sum()
-    deviation = (expected * (1 - expected) / draws).sqrt()
-    assert ((counts / draws - expected).abs() < 4 * deviation).all()
-
-
-COSTS = 3 - torch.arange(3) + len(TARGET.ids) - 1  # tokens read after a swap at each position
-
-
 def test_swaps_that_cost_less_are_drawn_more_often(tiny):
-    """In proportion to 1 / cost: frequencies of first draws."""
+    """In proportion to 1 / cost squared, the tokens read after them: frequencies of first draws."""
     search = Search(tiny, SwapSearch(width=1, **WHOLE), [4, 5, 6])
     search.step()
     swaps = torch.arange(3 * 8).view(3, 8) + 100  # of no token that stands there
-    counts = torch.zeros(3)
-    for _ in range(4000):
+    counts, draws = torch.zeros(3), 4000
+    for _ in range(draws):
         search.state.swaps = swaps.clone()
         [candidate] = search.method._drawn(search.slot, search.state)
         counts += candidate != search.state.at.ids
-    assert counts.sum() == 4000
-    assert_frequencies(counts, 1 / COSTS)
-
-
-def test_the_gradient_is_asked_about_cheap_positions_more_often(tiny):
-    """In proportion to 1 / cost squared; about none of them again while the prompt stays."""
-    search = Search(tiny, SwapSearch(width=1, positions=1, **WHOLE), [4, 5, 6])
-    search.step()
-    counts = torch.zeros(3)
-    for _ in range(4000):
-        search.state.swaps = None
-        [asked] = next(search.method._promising(search.slot, search.state)).prompts
-        counts += asked == MEAN_TOKEN
-    assert counts.sum() == 4000
-    assert_frequencies(counts, 1 / COSTS**2)
-    search.state.swaps = torch.full((3, 64), NO_SWAP)
-    search.state.swaps[1] = -2  # not asked about yet
-    [asked] = next(search.method._promising(search.slot, search.state)).prompts
-    assert (asked == MEAN_TOKEN).tolist() == [False, True, False]
+    weights = 1 / (3 - torch.arange(3) + len(TARGET.ids) - 1) ** 2
+    expected = weights / weights.sum()
+    assert counts.sum() == draws
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert ((counts / draws - expected).abs() < 4 * deviation).all()
 
 
 def test_where_there_is_no_swap_some_tokens_are_changed_at_random(tiny):
@@ -305,7 +275,7 @@ def test_what_does_not_survive_being_pasted_is_replaced_before_it_is_read(tiny):
     search.slot.tokens.must_round_trip = True
     search.slot.tokens.surviving = lambda ids: ids[(ids % 2 == 0).all(-1)]
     search.step()
-    tried = [asked.prompts for asked in search.passes if asked.swaps is None]
+    tried = [asked.prompts for asked in search.passes if asked.like_ids is not None]
     assert max(len(ids) for ids in tried) == 7
     assert all(bool((ids % 2 == 0).all()) for ids in tried)
 
@@ -525,7 +495,7 @@ def test_scores_on_other_examples_are_not_compared(tiny):
 @pytest.mark.parametrize("name", ["swap_search", "swap_search_window", "dlmi_refined", "gcg"])
 def test_a_search_learns_one_prompt_for_many_examples(name, per_step, data, fit):
     targets = data(share=Sharing(per_step=per_step, evaluated=None))
-    [row] = fit(Inverter(METHODS[name], **{**SMALL, "steps": 36}), targets).values()
+    [row] = fit(Inverter(METHODS[name], **{**SMALL, "steps": 24}), targets).values()
     assert len(row.examples) == 4
     assert row.lcs == pytest.approx(sum(example.lcs for example in row.examples) / 4)
     losses = [point.discrete_loss for point in row.trace]
@@ -606,8 +576,7 @@ def test_every_relaxation_gains_by_a_search_from_its_best_prompt(name, data, fit
         assert not any(row.exact for row in rows)  # else there would be less to compare
         return sum(min(point.discrete_loss for point in row.trace) for row in rows)
 
-    # ADC tries neighbours of its prompts itself; SODA's prompts are poor local optima.
-    most = {"adc": 0.97, "soda": 0.99}.get(name, 0.95)
+    most = 0.97 if name == "adc" else 0.95  # ADC tries neighbours of its prompts itself
     assert lowest(Refined(FIRST[name], after=0.5)) < most * lowest(FIRST[name])
 
 

@@ -11,7 +11,7 @@ from dlmi.estimators.score_function import sample_log_probs
 from dlmi.methods import DLMI, GCG, REINFORCE, SwapSearch
 from dlmi.methods.gcg import GCGState
 from dlmi.methods.reinforce import REINFORCEState
-from dlmi.scoring.passes import MEAN_TOKEN, NO_SWAP, Scores
+from dlmi.scoring.passes import NO_SWAP, Scores
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import Vocabulary
 
@@ -91,14 +91,13 @@ def answers(vocabulary, loss, right=lambda ids: 0):
         said = torch.stack([outputs(1, right(ids))[0] for ids in asked.prompts.tolist()])
         swap_ids = None
         if asked.swaps is not None:
-            tokens = vocabulary.token_ids.tolist()
-            swapped = [
-                [[v if i == MEAN_TOKEN else i for i in ids] for v in tokens]
-                for ids in asked.prompts.tolist()
-            ]
-            by_swap = torch.tensor([[loss(ids, width) for ids in own] for own in swapped])
-            prompts, barred_ids = asked.swaps.barred.T
-            by_swap[prompts, vocabulary.columns(barred_ids)] = torch.inf
+            [ids] = asked.prompts.tolist()
+            swaps = itertools.product(range(len(ids)), vocabulary.token_ids.tolist())
+            by_swap = torch.tensor(
+                [loss([*ids[:i], v, *ids[i + 1 :]], width) for i, v in swaps]
+            ).view(len(ids), -1)
+            positions, barred_ids = asked.swaps.barred.T
+            by_swap[positions, vocabulary.columns(barred_ids)] = torch.inf
             values, columns = by_swap.sort(dim=-1)
             swap_ids = vocabulary.ids(columns).masked_fill(values.isinf(), NO_SWAP)
         return Scores(losses, said[:, :width], swap_ids)

@@ -186,17 +186,16 @@ def test_neither_a_stop_nor_fewer_rows_per_pass_change_a_result(name, data, fit,
 
 
 @pytest.mark.parametrize(
-    ("method", "steps", "per_step", "most"),
-    # A search looks for right tokens first: its loss falls less.
-    [(DLMI(tau0=1.0, num_samples=4, lr=0.3), 100, 2, 0.8), (SwapSearch(width=16), 40, 5, 0.95)],
+    ("method", "steps", "per_step"),
+    [(DLMI(tau0=1.0, num_samples=4, lr=0.3), 100, 2), (SwapSearch(width=8), 40, 5)],
     ids=["dlmi", "swap_search"],
 )
-def test_the_loss_over_all_examples_falls(method, steps, per_step, most, data, fit, shared):
+def test_the_loss_over_all_examples_falls(method, steps, per_step, data, fit, shared):
     """What a relaxation learns from two examples at a time helps on all of them."""
     options = {**shared, "share": Sharing(per_step=per_step, evaluated=None)}
     [row] = fit(Inverter(method, 5, steps=steps, eval_every=10), data(**options)).values()
     first, *later = [point.discrete_loss for point in row.trace]
-    assert min(later) < most * first
+    assert min(later) < 0.8 * first
 
 
 # ---- runs
