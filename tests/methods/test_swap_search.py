@@ -576,7 +576,7 @@ def test_every_relaxation_gains_by_a_search_from_its_best_prompt(name, data, fit
         assert not any(row.exact for row in rows)  # else there would be less to compare
         return sum(min(point.discrete_loss for point in row.trace) for row in rows)
 
-    most = 0.97 if name == "adc" else 0.95  # ADC tries neighbours of its prompts itself
+    most = 0.98 if name == "adc" else 0.95  # ADC tries neighbours of its prompts itself
     assert lowest(Refined(FIRST[name], after=0.5)) < most * lowest(FIRST[name])
 
 
