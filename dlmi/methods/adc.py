@@ -12,7 +12,7 @@ are summed. In every step the argmax prompt of each is scored. If it was scored 
 with the second best token at one position takes its place.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -97,7 +97,7 @@ class ADC(Relaxation[ADCState]):
     def step(self, slot: Slot, state: ADCState) -> Steps[tuple[Step, ADCState]]:
         """The losses of all restarts, summed; reports the lowest."""
         rows = slot.params["Z"]  # (R, N, V)
-        before = slot.tokens.bar_(rows.detach().clone())
+        two_best, preferences = self._two_best(slot)
         if state.wrong is not None:
             self._sparsify(slot, state.wrong)
         embeds = rows @ slot.tokens.vocabulary.matrix.to(rows.dtype)  # (R, N, d)
@@ -107,10 +107,10 @@ class ADC(Relaxation[ADCState]):
             self.loss,
             norm_gradient_scale=self.norm_gradient_scale,
             is_seen=True,
-            beside=self._two_best(slot, before),
+            beside=two_best,
         )
         assert relaxed.beside is not None
-        prompt_ids, seen = self._unseen(slot, state.seen, before, relaxed.beside)
+        prompt_ids, seen = self._unseen(slot, state.seen, preferences, relaxed.beside)
         best_ids, best_loss, found_ids = state.best_ids, state.best_loss, None
         if prompt_ids:
             discrete = yield Pass(torch.stack(prompt_ids), slot.examples)
@@ -128,17 +128,26 @@ class ADC(Relaxation[ADCState]):
         step = Step(relaxed.losses.sum(), output_ids, losses.amin(), found_ids)
         return step, ADCState(best_ids, best_loss, average, seen)
 
-    def _two_best(self, slot: Slot, restarts: Tensor) -> Tensor:
-        """The two largest entries of rows, (R, N, V), as tokens, (R, N, 2)."""
+    def _two_best(self, slot: Slot) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The two best tokens of each row, (R, N, 2), and the rows, (N, V), if repairs need them.
+
+        Else no copy of the rows is kept during the pass.
+        """
+        restarts = slot.tokens.bar_(slot.params["Z"].detach().clone())  # (R, N, V)
         values, columns = restarts.topk(min(2, restarts.shape[-1]), dim=-1)
-        return slot.tokens.ids(columns).masked_fill(values.isneginf(), NO_SWAP)
+        ids = slot.tokens.ids(columns).masked_fill(values.isneginf(), NO_SWAP)
+        return ids, list(restarts) if slot.tokens.must_round_trip else [None] * len(restarts)
 
     def _unseen(
-        self, slot: Slot, seen: set[int], restarts: Tensor, two_best: Tensor
+        self,
+        slot: Slot,
+        seen: set[int],
+        preferences: Sequence[Tensor | None],
+        two_best: Tensor,
     ) -> tuple[list[Tensor], set[int]]:
         """The prompts to be scored, (N,), at most one of each restart, and all that were seen."""
         seen, found = set(seen), []
-        for rows, ids in zip(restarts, two_best, strict=True):
+        for rows, ids in zip(preferences, two_best, strict=True):
             best, second = slot.tokens.repaired(ids[None, :, 0], rows), ids[:, -1]
             choices = best
             # Examples that change from step to step are scored anew.
