@@ -25,6 +25,7 @@ from dlmi.lm.packed import PackedLayout, PackedPass, packed_attention, packs_rig
 from dlmi.lm.placement import fingerprint, quantized_bits
 from dlmi.lm.precision import PassPrecision
 from dlmi.lm.prefix import Layers, Prefix, make_cache, read_layers
+from dlmi.lm.products import use_packed_products
 from dlmi.metrics import perplexity
 
 # Maps the logits of a decoding step, (R, 1, V), and its index to the next input, (R, 1, d).
@@ -75,6 +76,7 @@ class FrozenLM:
         self.prompt_token_ids = torch.tensor(sorted(known_ids))
         self.end_ids = generation.replace_config(model, self.eos_id)  # each ends a text of the LM
         check_invertible(model, name, self._some_ids(4)[None], self.embedding_matrix)
+        use_packed_products(model)
         self._run = Forward(model, self.precision)
 
     def __repr__(self) -> str:

@@ -5,17 +5,15 @@ So `auto` measures it, once for each machine and LM. A second copy of the LM's w
 prompts of a search; the LM itself measures what is kept.
 """
 
-import contextlib
 import copy
-import platform
 import time
-from pathlib import Path
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.machine import cpu_facts
 from dlmi.lm.measured import announce, read_measured, write_measured
 from dlmi.lm.memory import free_memory
 from dlmi.lm.placement import quantized_bits
@@ -103,11 +101,8 @@ def _machine(device: torch.device) -> str:
     """The device, number of threads and version that a measurement is valid for."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} torch {torch.__version__}"
-    name = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        # Virtual machines give many CPUs one name; their flags tell them apart.
-        found = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
-        name = found.get("model name", name).strip()
-        name += "".join(f" {f}" for f in ("avx512_bf16", "amx_bf16") if f in found.get("flags", ""))
+    facts = cpu_facts()
+    # Virtual machines give many CPUs one name; their flags tell them apart.
+    flags = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts["flags"].split()]
+    name = " ".join([facts["model name"], *flags])
     return f"{device.type} {name} x {torch.get_num_threads()} torch {torch.__version__}"

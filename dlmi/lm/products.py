@@ -1,0 +1,145 @@
+"""Products with frozen matrices, stored as PyTorch's libraries for CPUs read them fastest.
+
+A product rearranges its matrix before it multiplies. With few rows that takes longer than the
+product itself, and the matrices of a frozen LM are always the same: so they are rearranged once. In
+float32 MKL does it, and oneDNN on AMD's CPUs with AVX-512, where MKL keeps to vectors of 256 bits;
+in bfloat16 oneDNN does. The results are those of the plain product up to rounding. Where there is
+no room for the rearranged matrices, or neither library, products stay plain;
+`torch.backends.mkldnn.enabled = False` asks for that.
+"""
+
+import functools
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.pytorch_utils import Conv1D
+
+from dlmi.lm.machine import cpu_facts
+
+_MEMORY_SHARE = 0.25  # of the machine's memory that rearranged matrices may take
+_ROWS = 256  # that a matrix is rearranged for; it then takes any number
+
+
+def use_packed_products(model: nn.Module) -> None:
+    """Let the layers of a frozen model on the CPU multiply by packed matrices.
+
+    Its weights stay as they are, and are packed when they are first used.
+    """
+    layers = [module for module in model.modules() if type(module) in _FROZEN]
+    matrices = {id(layer.weight): layer.get_parameter("weight").nbytes for layer in layers}
+    size = 2 * sum(matrices.values())  # forward and backward
+    if size > _MEMORY_SHARE * psutil.virtual_memory().total:
+        return
+    for layer in layers:
+        layer.__class__ = _FROZEN[type(layer)]
+
+
+class _FrozenLinear(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not _takes(inputs, self.weight):
+            return super().forward(inputs)
+        return _product(inputs, self.weight, self.bias, False)
+
+
+class _FrozenConv1D(Conv1D):
+    """Of GPT-2: its matrix is (in, out)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not _takes(inputs, self.weight):
+            output: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+            return output
+        return _product(inputs, self.weight, self.bias, True)
+
+
+# A subclass may do more than multiply: those stay as they are.
+_FROZEN: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _FrozenLinear, Conv1D: _FrozenConv1D}
+
+
+def _takes(inputs: Tensor, weight: Tensor) -> bool:
+    return bool(
+        inputs.dtype == weight.dtype
+        and _library(weight.dtype) is not None
+        and inputs.device.type == weight.device.type == "cpu"
+        and inputs.numel() > 0
+        and not weight.requires_grad
+        and torch.backends.mkldnn.enabled
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool) -> Tensor:
+    """(.., i) to (.., o) with a matrix, (o, i), or (i, o) if it is turned."""
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        result: Tensor = _Product.apply(inputs, weight, bias, is_turned)  # type: ignore[no-untyped-call]
+        return result
+    return _Packed.of(weight, is_turned)(inputs, bias)
+
+
+class _Product(torch.autograd.Function):
+    """Differentiable in its inputs, any number of times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.is_turned = is_turned
+        return _Packed.of(weight, is_turned)(inputs, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        [weight] = ctx.saved_tensors
+        return _product(gradients[0], weight, None, not ctx.is_turned), None, None, None
+
+
+class _Packed:
+    """A frozen matrix as its library reads it."""
+
+    # By weight and by whether it is turned; gone with the weight.
+    _known: "tuple[WeakTensorKeyDictionary, WeakTensorKeyDictionary]" = (
+        WeakTensorKeyDictionary(),
+        WeakTensorKeyDictionary(),
+    )
+
+    def __init__(self, weight: Tensor, is_turned: bool) -> None:
+        self._state = weight.data_ptr(), weight._version
+        self._plain = weight.detach().T if is_turned else weight.detach()  # (o, i)
+        self._library, matrix = _library(weight.dtype), self._plain.contiguous()
+        if self._library == "onednn":
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _ROWS)
+        else:
+            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(matrix, _ROWS)
+
+    @classmethod
+    def of(cls, weight: Tensor, is_turned: bool) -> "_Packed":
+        """Made once, and again if the weight has changed."""
+        known = cls._known[is_turned]
+        packed: _Packed | None = known.get(weight)  # type: ignore[no-untyped-call]
+        if packed is None or packed._state != (weight.data_ptr(), weight._version):
+            packed = known[weight] = cls(weight, is_turned)
+        return packed
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        ops, rows = torch.ops, inputs.numel() // inputs.shape[-1]
+        inputs = inputs.contiguous()
+        product: Tensor
+        if self._library == "onednn":
+            product = ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
+        else:
+            product = ops.mkl._mkl_linear(inputs, self._packed, self._plain, bias, rows)
+        return product
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> str | None:
+    """`onednn`, `mkl` or None: a rule, no measurement, as runs on one machine must round alike."""
+    backends: Any = torch.backends
+    is_avx512 = backends.cpu.get_cpu_capability().startswith("AVX512")
+    is_amd = "AuthenticAMD" in cpu_facts()["vendor_id"]
+    if dtype == torch.bfloat16 or (dtype == torch.float32 and is_amd and is_avx512):
+        return "onednn" if backends.mkldnn.is_available() else None
+    return "mkl" if dtype == torch.float32 and backends.mkl.is_available() else None
