@@ -4,14 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.methods.base import Method
 from dlmi.methods.slot import Slot
 from dlmi.metrics import lcs_ratio, overlap_ratio, target_hit_ratio
 from dlmi.rows import ExampleResult, Inversion
-from dlmi.scoring.evaluation import Evaluation, decoded_again, evaluate_alone, pasted_lcs
+from dlmi.scoring.evaluation import Evaluation, decoded_alone, evaluate_alone, pasted_lcs
 from dlmi.scoring.prompt_forms import LCSMatrix, measure_forms
 from dlmi.targets.context import Example
 from dlmi.targets.target import Target, split
@@ -21,7 +19,7 @@ METRICS: dict[str, Callable[[FrozenLM, Target, Evaluation], float | None]] = {
     "lcs": lambda lm, target, best: best.lcs,
     "discrete_loss": lambda lm, target, best: best.discrete_loss,
     "margin": lambda lm, target, best: best.margin,
-    "round_trip_lcs": lambda lm, target, best: pasted_lcs(lm, best.prompt_ids, target),
+    "round_trip_lcs": lambda lm, target, best: pasted_lcs(lm, best, target),
     "prompt_perplexity": lambda lm, target, best: lm.perplexity(best.prompt_ids),
     "overlap_ratio": lambda lm, target, best: overlap_ratio(best.prompt_ids, target.ids),
     "target_hit_ratio": lambda lm, target, best: target_hit_ratio(best.prompt_ids, target.ids),
@@ -44,7 +42,7 @@ def build_row(
     lm, target, last = slot.tokens.lm, slot.target, slot.last
     assert slot.best is not None
     assert last is not None
-    best = decoded_again(lm, slot.best, target)
+    best = decoded_alone(lm, slot.best, target)
     prompt_ids = best.prompt_ids
     metrics = {name: metric(lm, target, best) for name, metric in METRICS.items()}
     matrix: LCSMatrix = {}
@@ -53,7 +51,7 @@ def build_row(
     if stop_reason in ("solved", "budget"):  # not after Ctrl-C, which should end soon
         matrix, rank_one_rate = measure_forms(
             slot.tokens,
-            torch.tensor(prompt_ids),
+            [best, last],
             method.prompt_ids(slot, slot.state),
             method.soft_prompt(slot, slot.state),
             slot.seed("forms of the prompt"),

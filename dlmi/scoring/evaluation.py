@@ -36,6 +36,8 @@ class Evaluation:
     # The smallest gap between the logits of a target token and of its best rival under teacher
     # forcing; above 0 where all tokens are right
     margin: float
+    forced_ids: tuple[int, ...]  # what teacher forcing decodes after it
+    is_alone: bool  # whether it was decoded with no batch mates
     loss: float | None = None  # training loss of the last step, on the relaxed prompt, if any
     # LCS of that prompt under the training decode (what the authors' public code logs)
     as_in_code_lcs: float | None = None
@@ -148,7 +150,7 @@ def evaluate(
     is_alone = len(targets) == len(targets[0].measured) == 1
     evaluations = []
     for own, ids, target, step in zip(read, prompt_ids.tolist(), targets, steps, strict=True):
-        made = _evaluation(own, ids, target, step)
+        made = _evaluation(own, ids, target, step, is_alone)
         if made.lcs == 1 and not is_alone:
             made = evaluate_alone(lm, ids, target, step, store)
         evaluations.append(made)
@@ -165,18 +167,24 @@ def evaluate_alone(
     """One prompt with no batch mates: each example on its own."""
     ids = torch.tensor([list(prompt_ids)])
     read = [read_examples(lm, ids, [example], store)[0] for example in target.measured]
-    return _evaluation(read, prompt_ids, target, step)
+    return _evaluation(read, prompt_ids, target, step, is_alone=True)
 
 
-def decoded_again(lm: FrozenLM, evaluation: Evaluation, target: Target) -> Evaluation:
-    """The evaluation with its prompt decoded alone."""
+def decoded_alone(lm: FrozenLM, evaluation: Evaluation, target: Target) -> Evaluation:
+    """The evaluation with its prompt decoded alone: again, unless it was."""
+    if evaluation.is_alone:
+        return evaluation
     alone = evaluate_alone(lm, evaluation.prompt_ids, target, evaluation.step)
     kept = ("loss", "as_in_code_lcs", "is_eligible")
     return replace(alone, **{name: getattr(evaluation, name) for name in kept})
 
 
 def _evaluation(
-    read: Sequence[ExampleReading], prompt_ids: Sequence[int], target: Target, step: int
+    read: Sequence[ExampleReading],
+    prompt_ids: Sequence[int],
+    target: Target,
+    step: int,
+    is_alone: bool,
 ) -> Evaluation:
     output_ids = tuple(token_id for reading in read for token_id in reading.output_ids)
     reasoning_ids = tuple(reading.reasoning_ids for reading in read) if target.reasons else ()
@@ -187,6 +195,8 @@ def _evaluation(
         lcs=mean_lcs(target.measured, output_ids),
         discrete_loss=sum(reading.loss for reading in read) / len(read),
         margin=min(reading.margin for reading in read),
+        forced_ids=tuple(token_id for reading in read for token_id in reading.forced_ids),
+        is_alone=is_alone,
         reasoning_ids=reasoning_ids,
     )
 
@@ -241,11 +251,14 @@ def decode_text(
     return tuple(lm.greedy(torch.tensor([ids], device=lm.device), length)[0].tolist())
 
 
-def pasted_lcs(lm: FrozenLM, prompt_ids: Sequence[int], target: Target) -> float:
-    """Honest LCS of a prompt whose text is pasted, with its context; 0 for no tokens."""
+def pasted_lcs(lm: FrozenLM, evaluation: Evaluation, target: Target) -> float:
+    """Honest LCS of an evaluated prompt whose text is pasted, with its context; 0 for no tokens."""
     ratios = []
-    for example in target.measured:
-        text_ids = lm.encode(lm.decode(example.context.text_ids(prompt_ids)))
-        said_ids = decode_text(lm, example.context, text_ids, len(example.ids))
+    examples = target.measured
+    for example, said_ids in zip(examples, split(examples, evaluation.output_ids), strict=True):
+        own_ids = example.context.text_ids(evaluation.prompt_ids)
+        text_ids = tuple(lm.encode(lm.decode(own_ids)))
+        if text_ids != own_ids:
+            said_ids = decode_text(lm, example.context, text_ids, len(example.ids))
         ratios.append(lcs_ratio(example.ids, said_ids))
     return sum(ratios) / len(ratios)

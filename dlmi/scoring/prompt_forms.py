@@ -27,7 +27,7 @@ is not charged for these measurements.
 Axes: N prompt tokens, d width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,13 @@ from torch import Tensor
 from dlmi.errors import InputError
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.scoring.evaluation import ExampleReading, mean_lcs, read_examples, read_targets
+from dlmi.scoring.evaluation import (
+    Evaluation,
+    ExampleReading,
+    mean_lcs,
+    read_examples,
+    read_targets,
+)
 from dlmi.targets.context import Context
 from dlmi.targets.target import Target
 from dlmi.tokens.vocabulary import TargetTokens
@@ -54,7 +60,7 @@ FORMS = ("best_so_far", "argmax", "softmax", "gumbel_sample", BEST_OF_SAMPLES, *
 @torch.no_grad()
 def measure_forms(
     tokens: TargetTokens,
-    best_ids: Tensor,
+    known: Sequence[Evaluation],
     last_ids: Tensor,
     soft_prompt: SoftPrompt | None,
     seed: int,
@@ -62,21 +68,25 @@ def measure_forms(
 ) -> tuple[LCSMatrix, float | None]:
     """The matrix of a target, and the rate of rank-1 tokens in it.
 
-    From its best and its latest discrete prompt, (N,), its distributions (without them, the forms
-    that need them are left out), and the seeds of samples and of the random prompt. The rate is the
-    share of target tokens that teacher forcing gets right with no prompt at all; None where the LM
-    has no BoS.
+    From evaluations that were made of its prompts, the best first, its latest discrete prompt,
+    (N,), its distributions (without them, the forms that need them are left out), and the seeds of
+    samples and of the random prompt. The rate is the share of target tokens that teacher forcing
+    gets right with no prompt at all; None where the LM has no BoS.
     """
-    lm, target = tokens.lm, tokens.target
-    best_ids, last_ids = best_ids.to(lm.device), last_ids.to(lm.device)
-    random_ids = tokens.random_ids(1, len(best_ids), torch.Generator().manual_seed(key))
-    copies = -(-len(best_ids) // len(target.ids))
+    lm, target, best = tokens.lm, tokens.target, known[0]
+    last_ids = last_ids.to(lm.device)
+    random_ids = tokens.random_ids(1, len(last_ids), torch.Generator().manual_seed(key))
+    copies = -(-len(last_ids) // len(target.ids))
     discrete = {
-        "best_so_far": best_ids[None],
-        "argmax": last_ids[None],
         "random_prompt": random_ids.to(lm.device),
-        "copy_prompt": best_ids.new_tensor([target.ids * copies])[:, -len(best_ids) :],
+        "copy_prompt": last_ids.new_tensor([target.ids * copies])[:, -len(last_ids) :],
     }
+    latest = tuple(last_ids.tolist())
+    evaluated = {"best_so_far": best}
+    if (last := next((one for one in known if one.prompt_ids == latest), None)) is not None:
+        evaluated["argmax"] = last
+    else:
+        discrete["argmax"] = last_ids[None]
     relaxed: dict[str, SoftPrompt] = {}
     if soft_prompt is not None:
         discrete[BEST_OF_SAMPLES] = tokens.ids(soft_prompt.hard_columns(HARD_SAMPLES, seed))
@@ -98,19 +108,25 @@ def measure_forms(
         hits = [wanted == got for wanted, got in zip(target.ids, forced_ids, strict=True)]
         rank_one_rate = sum(hits) / len(hits)
 
-    def best_lcs(form: str, ids_of: Callable[[ExampleReading], Iterable[int]]) -> float:
-        outputs = [[i for reading in own for i in ids_of(reading)] for own in readings[form]]
-        return max(mean_lcs(target.measured, output_ids) for output_ids in outputs)
-
+    said = {form: [_outputs(own) for own in of_prompts] for form, of_prompts in readings.items()}
+    said |= {form: [_outputs([one])] for form, one in evaluated.items()}
     matrix = {
         form: {
-            "free_greedy": best_lcs(form, lambda reading: reading.output_ids),
-            "teacher_forced": best_lcs(form, lambda reading: reading.forced_ids),
+            decode: max(mean_lcs(target.measured, output_ids) for output_ids in of_prompts)
+            for decode, of_prompts in zip(DECODES, zip(*said[form], strict=True), strict=True)
         }
         for form in FORMS
-        if form in readings
+        if form in said
     }
     return matrix, rank_one_rate
+
+
+def _outputs(read: Sequence[ExampleReading | Evaluation]) -> tuple[list[int], list[int]]:
+    """What the LM says after a prompt in some examples, in each of `DECODES`."""
+    return (
+        [token_id for reading in read for token_id in reading.output_ids],
+        [token_id for reading in read for token_id in reading.forced_ids],
+    )
 
 
 def _read_without_prompt(lm: FrozenLM, target: Target) -> list[ExampleReading] | None:

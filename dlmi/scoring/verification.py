@@ -73,7 +73,7 @@ def verify_row(lm: FrozenLM, row: Inversion) -> Verified:
         return Verified((f"{length} tokens are more than {lm.name} has positions",))
     now = evaluate_alone(lm, row.prompt_ids, everything, row.best_step)
     output_ids = now.output_ids[: len(target.ids)]
-    text_lcs = pasted_lcs(lm, row.prompt_ids, target)
+    text_lcs = pasted_lcs(lm, now, target)
     is_exact = output_ids == row.target_ids
     recorded_and_now: dict[str, tuple[Any, Any]] = {
         "output_ids": (row.output_ids, output_ids),

@@ -45,7 +45,9 @@ FULL = SwapState(
     aside=Candidate(IDS + 2, 0.5, torch.tensor([1, 2])),
     barred=torch.tensor([[0, 9]]),
 )
-EVALUATION = Evaluation(3, (4, 5), (6, 7), 0.5, 1.25, -0.5, None, 0.25, False, ((1,), (2, 3)))
+EVALUATION = Evaluation(
+    3, (4, 5), (6, 7), 0.5, 1.25, -0.5, (6, 8), True, None, 0.25, False, ((1,), (2, 3))
+)
 STATES = {
     "gcg": (GCG(), GCGState(IDS)),
     "mac": (MAC(), GCGState(IDS, torch.tensor([[0.5, -1.0]]))),

@@ -1,5 +1,7 @@
 """The LCS matrix against decodes made apart, and its floors."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.methods import SMALL
@@ -10,6 +12,7 @@ from dlmi.estimators.soft_embedding import soft_embedding
 from dlmi.estimators.soft_prompt import SoftPrompt
 from dlmi.methods import DLMI, GBDA, GCG, SODA
 from dlmi.metrics import lcs_ratio
+from dlmi.scoring.evaluation import evaluate_alone, pasted_lcs
 from dlmi.scoring.prompt_forms import BEST_OF_SAMPLES, DECODES, FLOORS, FORMS, measure_forms
 from dlmi.targets.context import NO_CONTEXT, Context
 from dlmi.targets.target import Target
@@ -50,7 +53,8 @@ def measure(
     target = Target.single("t", target_ids, "text", context)
     last_ids = best_ids.flip(0) if last_ids is None else last_ids
     tokens = Vocabulary(lm).for_target(target, key)
-    return measure_forms(tokens, best_ids, last_ids, soft_prompt, SEED, key)
+    known = [evaluate_alone(lm, best_ids.tolist(), target, 0)]
+    return measure_forms(tokens, known, last_ids, soft_prompt, SEED, key)
 
 
 def test_discrete_forms_are_decodes_of_their_ids(tiny):
@@ -125,6 +129,19 @@ def test_random_prompts_differ_by_key_only(tiny):
     by_key = [random_lcs(key) for key in range(12)]
     assert len(set(by_key)) > 1
     assert [random_lcs(key, IDS + 9) for key in range(12)] == by_key
+
+
+def test_what_was_evaluated_is_not_decoded_again(tiny, monkeypatch):
+    target = Target.single("t", TARGET, "text")
+    known = [evaluate_alone(tiny, ids.tolist(), target, 0) for ids in (IDS, IDS.flip(0))]
+    seen, embed = [], tiny.embed
+    monkeypatch.setattr(tiny, "embed", lambda ids: (seen.append(ids.tolist()), embed(ids))[1])
+    tokens = Vocabulary(tiny).for_target(target, 0)
+    matrix, _ = measure_forms(tokens, known, IDS.flip(0), None, SEED, 0)
+    assert not any(row in (IDS.tolist(), IDS.flip(0).tolist()) for ids in seen for row in ids)
+    assert matrix == measure(tiny)[0]
+    said = dataclasses.replace(known[0], output_ids=TARGET)  # whose text is read as the same ids
+    assert pasted_lcs(tiny, said, target) == 1
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_evaluations_go_through_the_same_two_stages(tiny):
         pairs = list(zip(target.measured, said, strict=True))
         lcs = sum(lcs_ratio(example.ids, ids) for example, ids in pairs) / 3
         assert evaluation.lcs == pytest.approx(lcs)
-        assert pasted_lcs(tiny, row, target) == pytest.approx(lcs)
+        assert pasted_lcs(tiny, evaluation, target) == pytest.approx(lcs)
         loss = sum(loss_by_hand(tiny, example, row) for example in target.measured) / 3
         assert evaluation.discrete_loss == pytest.approx(loss, rel=1e-6)
         alone = evaluate_alone(tiny, row, target, 0)

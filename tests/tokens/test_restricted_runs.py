@@ -19,7 +19,7 @@ from dlmi.gradients.callback import GradientStudy
 from dlmi.methods import DLMI, GCG
 from dlmi.run.budget import Budget
 from dlmi.run.callbacks.checkpoint import RunCheckpoint
-from dlmi.scoring.evaluation import Evaluation
+from dlmi.scoring.evaluation import Evaluation, evaluate_alone
 from dlmi.scoring.prompt_forms import HARD_SAMPLES, measure_forms
 
 TEXTS = ["ab c", "d\nA"]
@@ -88,7 +88,7 @@ def test_entropy_of_a_row_with_barred_tokens():
 
 def test_what_does_not_survive_is_best_only_where_nothing_does(tiny):
     slot = open_slot(Vocabulary(tiny), Target.single("t", (5,), "t"))
-    broken = Evaluation(0, (2, 3), (5,), 1.0, discrete_loss=0.1, margin=0.0, is_eligible=False)
+    broken = Evaluation(0, (2, 3), (5,), 1.0, 0.1, 0.0, (5,), is_alone=True, is_eligible=False)
     budget = Budget(10)
     slot.record(broken)
     assert slot.best is broken
@@ -152,13 +152,14 @@ def test_hard_samples_and_the_random_floor_hold_what_is_allowed(bpe, monkeypatch
     logits = torch.randn(3, len(vocabulary), dtype=torch.float64, generator=generator)
     tau = torch.ones(3, dtype=torch.float64)
     soft_prompt = SoftPrompt(tokens.bar_(logits), tau, "gumbel_softmax")
+    known = [evaluate_alone(bpe, ids.tolist(), tokens.target, 0)]
     seen = []
     embed = bpe.embed
     monkeypatch.setattr(bpe, "embed", lambda ids: (seen.append(ids), embed(ids))[1])
-    matrix, _ = measure_forms(tokens, ids, ids, soft_prompt, seed=1, key=2)
+    matrix, _ = measure_forms(tokens, known, ids, soft_prompt, seed=1, key=2)
     assert all(value == value for row in matrix.values() for value in row.values())
-    # The first that are embedded: best, last, random, copied, samples.
-    random_ids, samples = seen[2], seen[4]
+    # The first that are embedded: random, copied, samples.
+    random_ids, samples = seen[0], seen[2]
     assert (random_ids.shape, samples.shape) == ((1, 3), (HARD_SAMPLES, 3))
     allowed = set(tokens.ids(tokens.allowed_columns).tolist())
     assert {*random_ids.flatten().tolist(), *samples.flatten().tolist()} <= allowed
