@@ -43,11 +43,11 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class GridCell:
-    """What the file of a comparison's cell holds; the defaults are for runs outside of one."""
+    """What the file of a comparison's cell holds."""
 
-    label: str | None = None  # the method's name in the grid
-    axis: Axis = "step"  # what budgets are counted in
-    budgets: Sequence[Annotated[float, Meta(gt=0)]] = ()  # at which traces are read, ascending
+    label: str | None  # the method's name in the grid
+    axis: Axis  # what budgets are counted in
+    budgets: Sequence[Annotated[float, Meta(gt=0)]]  # at which traces are read, ascending
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of model and data
     spent: float = 0.0  # seconds, without interruptions
     is_done: bool = False
@@ -110,7 +110,7 @@ def _read_file(file: Path, make: Callable[[dict[str, Any]], _T], notes: list[str
 
 def _runs(folder: Path, rows: list[Inversion]) -> list[Run]:
     """The rows of a file by LM, targets and settings; of duplicates the latest."""
-    cell = GridCell()
+    cell = GridCell(None, "step", ())  # unless the run is part of a comparison
     with contextlib.suppress(InputError):
         cell = build(GridCell, read_json_file(folder / CELL_FILE) or {})
     parts: dict[str, dict[tuple[str, int], Inversion]] = {}
