@@ -31,7 +31,6 @@ from dlmi.gradients.truth import (
     Truth,
     TruthName,
     as_in_code_reference,
-    check_enumerable,
     choose_coordinates,
     conditional_truth,
     exact_truth,
@@ -107,7 +106,7 @@ class GradientStudy(InversionCallback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Check that the run has a Z to measure at, and that its prompts can be enumerated."""
+        """Check that the run has a Z to measure at, and one loss."""
         if trainer.world_size > 1:
             raise InputError(
                 f"Expected a GradientStudy on one device, but the run has {trainer.world_size} "
@@ -116,8 +115,6 @@ class GradientStudy(InversionCallback):
         run = as_estimator(pl_module.method)
         for name in self.estimators:
             along(run, ESTIMATORS[name])
-        if self.truth == "exact":
-            check_enumerable(pl_module.prompt_length, len(pl_module.vocabulary))
         if any(target.is_shared or target.reasons for target in pl_module.data.targets):
             raise InputError(
                 "Expected neither `data.share` nor reasoning with a GradientStudy, but got one: "

@@ -139,11 +139,7 @@ def _is_above_zero(products: Tensor) -> bool:
 
 def variance_max(gradients: Tensor) -> Statistic:
     """The largest unbiased variance of a logit over the draws, as in the paper: (K, P)."""
-
-    def largest(draws: Indices, _: Indices) -> float:
-        return _log(gradients[draws].var(0).max())
-
-    return exponential(jackknife(largest, len(gradients)))
+    return _largest(lambda draws, _: gradients[draws].var(0), len(gradients))
 
 
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
@@ -153,14 +149,20 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
     sqrt(variance_max / K) and more. Compare it with that, and prefer `bias_over_norm`.
     """
 
-    def largest(draws: Indices, known: Indices) -> float:
-        return _log((gradients[draws].mean(0) - blocks[known].mean(0)).abs().max())
+    def bias(draws: Indices, known: Indices) -> Tensor:
+        return (gradients[draws].mean(0) - blocks[known].mean(0)).abs()
 
-    return exponential(jackknife(largest, len(gradients), len(blocks)))
+    return _largest(bias, len(gradients), len(blocks))
 
 
-def _log(value: Tensor) -> float:
-    return math.log(value) if value > 0 else -math.inf
+def _largest(of_logits: Callable[[Indices, Indices], Tensor], *sizes: int) -> Statistic:
+    """The largest value of a logit; by way of its logarithm, so that no interval is below 0."""
+
+    def logarithm(draws: Indices, blocks: Indices) -> float:
+        value = of_logits(draws, blocks).max()
+        return math.log(value) if value > 0 else -math.inf
+
+    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, jackknife(logarithm, *sizes))
 
 
 def expected_events(
@@ -234,11 +236,6 @@ def jackknife(
     freedom = total**2 / sum(variance**2 / (len(values) - 1) for variance, values in parts)
     low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
     return Statistic(value, float(low), float(high))
-
-
-def exponential(logarithm: Statistic) -> Statistic:
-    """From the statistic of a logarithm: its interval does not reach below 0."""
-    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, logarithm)
 
 
 def square_root(square: Statistic) -> Statistic:
