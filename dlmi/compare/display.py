@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -31,28 +30,19 @@ class Cost:
         self.speed = sum(cell.token_passes or 0 for cell in done) / seconds if seconds else None
 
 
-class GridDisplay:
+class GridDisplay(Progress):
     """A progress bar for the whole grid on a terminal, a line per minute elsewhere."""
 
     def __init__(self, grid: Grid, cells: Sequence[Cell]) -> None:
-        self._cells = cells
-        self._out = grid.out
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
         console = Console()
-        self._is_log = not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=self._is_log)
-        self._task = self._bar.add_task("", total=1.0)
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._cells = cells
+        self._whole = self.add_task("", total=1.0)
         self._number = 0
         self._began = self._last_shown = 0.0
-
-    def __enter__(self) -> "GridDisplay":
-        start = Cost(self._cells)
-        self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+        cost = Cost(cells)
+        self._say(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
 
     def begin(self, number: int) -> None:
         """A cell starts, by its number from 1."""
@@ -63,13 +53,13 @@ class GridDisplay:
     def tick(self) -> None:
         """Show the progress, unless it was shown a moment ago."""
         now = time.monotonic()
-        if now - self._last_shown < (_LOG_SECONDS if self._is_log else 1.0):
+        if now - self._last_shown < (_LOG_SECONDS if self.disable else 1.0):
             return
         self._last_shown = now
         cost = Cost(self._cells)
         line = self._line(cost, now - self._began)
-        self._bar.update(self._task, completed=cost.share, description=visible(line))
-        if self._is_log:
+        self.update(self._whole, completed=cost.share, description=visible(line))
+        if self.disable:
             self._say(line)
 
     def end(self, cell: Cell, error: str | None) -> None:
@@ -92,4 +82,4 @@ class GridDisplay:
         return f"{place} · {left} · {cell.name}{inside}"
 
     def _say(self, text: str) -> None:
-        self._bar.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
