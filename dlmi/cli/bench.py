@@ -24,13 +24,6 @@ from dlmi.lm.placement import DType, default_device
 from dlmi.run.identity import describe_environment
 from dlmi.text import visible
 
-_LEGEND = """\
-Steps of DLMI on one target: N prompt tokens, M target tokens, S samples.
-floor: what no implementation can leave out, the LM's forward and backward pass and
-the two products with the embedding matrix.
-textbook: a plain implementation of the method, in a process of its own.
-"""
-
 
 def make_parser() -> CommandParser:
     """The options."""
@@ -85,7 +78,7 @@ def bench(
             {name: value / 1e6 if "bytes" in name else value for name, value in line.items()}
             for line in steps
         ]
-        print(_LEGEND)
+        print(TEXTS["bench"]["legend"])
         _print("Seconds of a step, medians", "seconds", steps)
         _print("Peak memory of a step in MB, and speed of this tool", "memory", in_mb)
     if searches:
