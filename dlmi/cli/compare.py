@@ -8,7 +8,7 @@ from dlmi.cli.fit import plan_fit
 from dlmi.cli.output import print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.compare.cells import Cell
-from dlmi.compare.display import GridDisplay, print_plan
+from dlmi.compare.display import Cost, GridDisplay
 from dlmi.compare.grid import Grid, plan
 from dlmi.errors import InputError
 from dlmi.report.blocks import format_cell
@@ -56,7 +56,7 @@ def compare(grid: Grid, folder: Path, dry_run: bool = False, speed: float | None
     for cell in cells:
         cell.check_unchanged()
     if dry_run:
-        print_plan(grid, cells, speed)
+        _print_plan(grid, cells, speed)
         return 0
     with lock_folder(Path(grid.out)):
         return _run_all(grid, cells)
@@ -81,6 +81,38 @@ def _run_all(grid: Grid, cells: Sequence[Cell]) -> int:
         print(f"failed: {visible(cell.name)} (log: {visible(str(cell.log))})")
     print(f"figures and tables: python -m dlmi report {grid.out} --out {grid.out}/report")
     return 1 if failed else 0
+
+
+def _print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
+    """Print all cells with their cost; the speed defaults to that of the cells that are done."""
+    cost = Cost(cells)
+    speed = speed or cost.speed
+    print(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
+    lines = []
+    for place in dict.fromkeys(cell.place for cell in cells):
+        alike = [cell for cell in cells if cell.place == place]
+        part, targets = Cost(alike), alike[0].targets
+        total = "unknown" if part.unknown else f"{part.total:,}"
+        hours = f"{part.total / speed / 3600:.2f}" if speed and not part.unknown else "?"
+        count = "?" if targets is None else targets
+        lines.append((place, part.cells, count, total, hours, f"{part.share:.0%}"))
+    columns = ("run", "seeds", "targets", "token passes at most", "hours", "done")
+    print_table("", columns, lines, texts=["run"])
+    unit = "steps" if grid.axis == "step" else "token passes"
+    for size in grid.all_sizes if grid.sizes else grid.all_sizes[:1]:
+        values = ", ".join(f"{budget:,}" for budget in size.budgets)
+        of_size = f" (N = {size.prompt_length})" if grid.sizes else ""
+        print(f"budgets: {values} {unit} per target{of_size}, all read from the longest's traces")
+    print(f"{cost.total:,} token passes at most in all, {cost.left:,.0f} of them left")
+    if cost.unknown:
+        print(
+            f"not counted: {cost.unknown} cells whose cost is known only after the run (a search "
+            "with a budget in steps, or targets that the LM encodes); `token_budgets` limit it"
+        )
+    if speed:
+        print(f"at {speed:,.0f} token passes per second: {cost.left / speed / 3600:.1f} hours left")
+    else:
+        print("hours: give `--speed`, or run a cell; `python -m dlmi bench` measures it")
 
 
 def _print_results(group: Group) -> None:

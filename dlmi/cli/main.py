@@ -9,12 +9,13 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from dlmi.cli.named_configs import with_files
-from dlmi.errors import RunStopped, find_input_error, run_stopped_behind
+from dlmi.errors import InputError, RunStopped, find_input_error, run_stopped_behind
 from dlmi.text import visible
 from dlmi.version import __version__
 
@@ -31,6 +32,9 @@ COMMANDS = {
     "gradients": ("bias, variance of gradients", "gradients --config small"),
     "completion": ("script for Tab completion", "completion"),
 }
+# Part of the installed package; in a clone, a link to the folder at its top.
+CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
+_CONFIG = ("-c", "--config")
 _HELP = """\
 usage: python -m dlmi COMMAND [options]
 
@@ -97,7 +101,7 @@ def _own_names(command: str, message: str) -> str:
 def _run(name: str, arguments: list[str]) -> int:
     """Import a command and run it; importing torch takes seconds, so it is not done earlier."""
     if name in ("fit", "compare", "gradients"):
-        arguments = with_files(name, arguments)
+        arguments = _with_files(name, arguments)
     with Console(stderr=True).status("starting"):  # only on a terminal
         module: Any = importlib.import_module(f"dlmi.cli.{name}")
     if "torch" in sys.modules:
@@ -109,6 +113,36 @@ def _run(name: str, arguments: list[str]) -> int:
     command = getattr(module, f"{name}_command", None) or module.make_parser().run
     code: int = command(arguments)
     return code
+
+
+def _with_files(command: str, arguments: list[str]) -> list[str]:
+    """The arguments of a command, with names of configurations replaced by their paths."""
+    found = list(arguments)
+    for number, word in enumerate(arguments):
+        option, equals, value = word.partition("=")
+        if number and arguments[number - 1] in _CONFIG:
+            found[number] = _config_file(command, word)
+        elif equals and option in _CONFIG:
+            found[number] = f"{option}={_config_file(command, value)}"
+    return found
+
+
+def _config_file(command: str, given: str) -> str:
+    """The path of a packaged configuration; an existing file and inline YAML stay as they are."""
+    if not re.fullmatch(r"[\w./~-]+", given) or Path(given).exists():
+        return given
+    name = given.removeprefix("configs/").removesuffix(".yaml")
+    files = {file.relative_to(CONFIGS).as_posix(): str(file) for file in CONFIGS.rglob("*.yaml")}
+    packaged = {path.removesuffix(".yaml"): file for path, file in files.items()}
+    of_command = f"{command}/{name}"
+    if found := packaged.get(name) or packaged.get(of_command):
+        return found
+    close = [n for word in (of_command, name) for n in get_close_matches(word, packaged, 1, 0.8)]
+    hint = f"Did you mean `{close[0]}`?" if close else f"They are in {CONFIGS}."
+    raise InputError(
+        f"Expected `config` to be a file, or the name of one that comes with dlmi, but got "
+        f"{given!r}. {hint}"
+    )
 
 
 def _quieten() -> None:

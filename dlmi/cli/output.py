@@ -1,7 +1,8 @@
-"""Checks of output files and folders, and tables for the terminal."""
+"""Checks of output files and folders, tables for the terminal, and texts of several commands."""
 
 import os
 import tempfile
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from dlmi.errors import InputError
 from dlmi.text import visible
+
+TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
 
 
 def check_new_file(out: Path | None, option: str = "--out") -> None:

@@ -17,39 +17,11 @@ import jsonargparse
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from dlmi.cli.output import TEXTS
 from dlmi.errors import InputError, find_input_error, first_line
 
-# Former names of settings and the present ones, for error messages. A setting that has moved, or
-# has a similar name now, needs no entry: it is found like a misspelt one.
-FORMER = {
-    "EchoSearch": "SwapSearch",
-    "model": "model.method",
-    "model.class_path": "model.method",
-    "model.init": "model.method.first_prompt",
-    "model.start": "model.method.start_from",
-    "model.starts": "model.method.num_starts",
-    "model.refine_after": "model.method Refined, with model.method.first and model.method.after",
-    "model.allow_non_ascii": "model.allowed_tokens all",
-    "data.targets_file": "data.targets File, with data.targets.path",
-    "data.examples_per_step": "data.share.per_step",
-    "data.eval_examples": "data.share.evaluated",
-    "data.held_out_file": "data.share.held_out",
-    "data.questions": "data.targets Questions, with data.targets.source",
-    "data.max_questions": "data.targets.limit",
-    "target_seed": "seed",
-    "targets_file": "file",
-}
-
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "list": "a list",
-    "tuple": "a list",
-    "Iterable": "a list",
-    "dict": "a mapping",
-}
+# Former names of settings with the present ones, and the types of settings in words.
+FORMER, _KINDS = TEXTS["former"], TEXTS["kinds"]
 _CLASS_MODULES = {"trainer.logger": "loggers", "trainer.callbacks": "callbacks"}
 _MOST_LEVELS, _MOST_ALIASES = 64, 20  # of YAML
 

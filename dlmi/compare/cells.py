@@ -15,33 +15,20 @@ from jsonargparse import dict_to_namespace
 
 from dlmi.errors import InputError
 from dlmi.jsonl import build, read_json_file
-from dlmi.report.result_files import CELL_FILE, FAILURE_FILE, Axis
+from dlmi.report.result_files import CELL_FILE, FAILURE_FILE, GridCell
 from dlmi.rows import count_finished
 
 _POLL_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The content of a cell's file: settings, seconds spent, and whether the run has ended."""
-
-    settings: dict[str, dict[str, Any]]
-    spent: float = 0.0
-    is_done: bool = False
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run of a comparison."""
+@dataclass(frozen=True, kw_only=True)
+class Cell(GridCell):
+    """One run of a comparison, as it is planned; its file says how far it has come."""
 
     folder: Path  # its own, an ordinary run folder; its name is the cell's
     place: str  # its name without the seed
-    label: str  # the method's name in the grid
-    axis: Axis  # what budgets are counted in
-    budgets: list[int]  # at which its traces are read, ascending
     config: Path  # the method's configuration file
     overrides: dict[str, Any]  # settings of the grid on top of it
-    settings: dict[str, Any]  # all settings of model and data, as `fit` will see them
     targets: int | None  # None where their number is not known before the run
     token_passes: int | None  # upper bound for all targets; None where there is none
 
@@ -115,20 +102,19 @@ class Cell:
         failure.write_text(json.dumps(record) + "\n", encoding="utf-8")
         return error
 
-    def _stored(self) -> _Stored:
+    def _stored(self) -> GridCell:
         """The content of its file; a cell without one has its present settings."""
         file = self.folder / CELL_FILE
         found = read_json_file(file)
         try:
-            return _Stored(self.settings) if found is None else build(_Stored, found)
+            return self if found is None else build(GridCell, found)
         except InputError as error:
             raise InputError(
                 f"Expected {file} to be as `compare` wrote it, but {error}. Choose another `out`."
             ) from error
 
     def _store(self, spent: float, is_done: bool = False) -> None:
-        names = ("label", "axis", "budgets", "settings")
-        record = {name: getattr(self, name) for name in names}
+        record = {name: getattr(self, name) for name in GridCell.__dataclass_fields__}
         record |= {"spent": spent, "is_done": is_done}
         (self.folder / CELL_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 

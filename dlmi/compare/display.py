@@ -1,13 +1,11 @@
-"""What a comparison prints: its plan, and its progress."""
+"""The cost of a comparison, and its progress."""
 
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from dlmi.compare.cells import Cell
 from dlmi.compare.grid import Grid
@@ -17,7 +15,7 @@ from dlmi.text import clock, visible
 _LOG_SECONDS = 60.0
 
 
-class _Cost:
+class Cost:
     """The cost of some cells and how much of it is left; `unknown` counts cells without a cost."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
@@ -32,28 +30,19 @@ class _Cost:
         self.speed = sum(cell.token_passes or 0 for cell in done) / seconds if seconds else None
 
 
-class GridDisplay:
+class GridDisplay(Progress):
     """A progress bar for the whole grid on a terminal, a line per minute elsewhere."""
 
     def __init__(self, grid: Grid, cells: Sequence[Cell]) -> None:
-        self._cells = cells
-        self._out = grid.out
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
         console = Console()
-        self._is_log = not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=self._is_log)
-        self._task = self._bar.add_task("", total=1.0)
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._cells = cells
+        self._whole = self.add_task("", total=1.0)
         self._number = 0
         self._began = self._last_shown = 0.0
-
-    def __enter__(self) -> "GridDisplay":
-        start = _Cost(self._cells)
-        self._say(f"{start.cells} cells in {self._out}, {start.done} of them done")
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+        cost = Cost(cells)
+        self._say(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
 
     def begin(self, number: int) -> None:
         """A cell starts, by its number from 1."""
@@ -64,13 +53,13 @@ class GridDisplay:
     def tick(self) -> None:
         """Show the progress, unless it was shown a moment ago."""
         now = time.monotonic()
-        if now - self._last_shown < (_LOG_SECONDS if self._is_log else 1.0):
+        if now - self._last_shown < (_LOG_SECONDS if self.disable else 1.0):
             return
         self._last_shown = now
-        cost = _Cost(self._cells)
+        cost = Cost(self._cells)
         line = self._line(cost, now - self._began)
-        self._bar.update(self._task, completed=cost.share, description=visible(line))
-        if self._is_log:
+        self.update(self._whole, completed=cost.share, description=visible(line))
+        if self.disable:
             self._say(line)
 
     def end(self, cell: Cell, error: str | None) -> None:
@@ -78,10 +67,10 @@ class GridDisplay:
         rows = f"{count_finished(cell.folder)} rows in {clock(cell.seconds or 0)}"
         self._say(f"{cell.name}: {rows if error is None else f'failed: {error}'}")
 
-    def _line(self, cost: _Cost, seconds: float) -> str:
+    def _line(self, cost: Cost, seconds: float) -> str:
         """Time left at the speed of the cells that are done, and the last line of this one."""
         left = "time left not known before a cell is done"
-        rest = _Cost(self._cells[self._number - 1 :])  # those before are done, or failed
+        rest = Cost(self._cells[self._number - 1 :])  # those before are done, or failed
         if rest.unknown:
             left = f"time left not known: the cost of {rest.unknown} cells is not"
         elif cost.speed:
@@ -93,38 +82,4 @@ class GridDisplay:
         return f"{place} · {left} · {cell.name}{inside}"
 
     def _say(self, text: str) -> None:
-        self._bar.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def print_plan(grid: Grid, cells: Sequence[Cell], speed: float | None) -> None:
-    """Print all cells with their cost; the speed defaults to that of the cells that are done."""
-    cost = _Cost(cells)
-    speed = speed or cost.speed
-    print(f"{cost.cells} cells in {grid.out}, {cost.done} of them done")
-    table = Table()
-    table.add_column("run", overflow="fold")
-    for name in ("seeds", "targets", "token passes at most", "hours", "done"):
-        table.add_column(name, justify="right")
-    for place in dict.fromkeys(cell.place for cell in cells):
-        alike = [cell for cell in cells if cell.place == place]
-        part, targets = _Cost(alike), alike[0].targets
-        total = "unknown" if part.unknown else f"{part.total:,}"
-        hours = f"{part.total / speed / 3600:.2f}" if speed and not part.unknown else "?"
-        count = "?" if targets is None else str(targets)
-        table.add_row(place, str(part.cells), count, total, hours, f"{part.share:.0%}")
-    Console().print(table)
-    unit = "steps" if grid.axis == "step" else "token passes"
-    for size in grid.all_sizes if grid.sizes else grid.all_sizes[:1]:
-        values = ", ".join(f"{budget:,}" for budget in size.budgets)
-        of_size = f" (N = {size.prompt_length})" if grid.sizes else ""
-        print(f"budgets: {values} {unit} per target{of_size}, all read from the longest's traces")
-    print(f"{cost.total:,} token passes at most in all, {cost.left:,.0f} of them left")
-    if cost.unknown:
-        print(
-            f"not counted: {cost.unknown} cells whose cost is known only after the run (a search "
-            "with a budget in steps, or targets that the LM encodes); `token_budgets` limit it"
-        )
-    if speed:
-        print(f"at {speed:,.0f} token passes per second: {cost.left / speed / 3600:.1f} hours left")
-    else:
-        print("hours: give `--speed`, or run a cell; `python -m dlmi bench` measures it")
+        self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)

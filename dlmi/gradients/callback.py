@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from dlmi.errors import InputError, check_at_least_one
 from dlmi.gradient_rows import FILE_NAME, GradientRow, read_gradient_rows, refuse_used_file
-from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
 from dlmi.gradients.estimators import (
     ESTIMATORS,
+    DrawSlot,
     Estimator,
     along,
     as_estimator,
+    draw_gradients,
+    hard_loss,
     is_sparse,
     label,
     state_along,
@@ -28,7 +31,6 @@ from dlmi.gradients.truth import (
     Truth,
     TruthName,
     as_in_code_reference,
-    check_enumerable,
     choose_coordinates,
     conditional_truth,
     exact_truth,
@@ -45,6 +47,7 @@ from dlmi.scoring.passes import Reader
 _PILOT_BATCHES = 4
 
 
+@dataclass(eq=False)
 class GradientStudy(InversionCallback):
     """Measure gradient estimators at the states of a run, into `gradients.jsonl` of its folder.
 
@@ -67,51 +70,43 @@ class GradientStudy(InversionCallback):
             drawn from softmax(Z).
     """
 
-    def __init__(
-        self,
-        estimators: list[str] = list(ESTIMATORS),  # noqa: B006 (never changed)
-        variance_every: int = 25,
-        bias_every: int = 50,
-        draws: int = 5,
-        truth: TruthName = "rloo",
-        truth_samples: int = 4096,
-        truth_blocks: int = 8,
-        coordinates: int = 64,
-    ) -> None:
-        every = {"variance_every": variance_every, "bias_every": bias_every}
-        check_at_least_one("study", **every, coordinates=coordinates)
-        if not estimators or len(set(estimators) & ESTIMATORS.keys()) < len(estimators):
-            raise InputError(
-                f"Expected `study.estimators` to name some of {', '.join(ESTIMATORS)}, each once, "
-                f"but got {estimators}."
-            )
-        for name, count in (("draws", draws), ("truth_blocks", truth_blocks)):
-            if count < 3:
-                raise InputError(
-                    f"Expected `study.{name}` to be at least 3, but got {count}: an interval "
-                    "leaves one out and needs two more."
-                )
-        if truth_samples < 2 * truth_blocks:
-            raise InputError(
-                "Expected `study.truth_samples` to be at least twice `study.truth_blocks` "
-                f"({2 * truth_blocks}), but got {truth_samples}."
-            )
-        self.estimators = estimators
-        self.variance_every = variance_every
-        self.bias_every = bias_every
-        self.draws = draws
-        self.truth = truth
-        self.truth_samples = truth_samples
-        self.truth_blocks = truth_blocks
-        self.coordinates = coordinates
+    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    variance_every: int = 25
+    bias_every: int = 50
+    draws: int = 5
+    truth: TruthName = "rloo"
+    truth_samples: int = 4096
+    truth_blocks: int = 8
+    coordinates: int = 64
+
+    def __post_init__(self) -> None:
         self.trajectory: str | None = None  # the name of the run in rows; default: its method
         self.path: Path | None = None
         self.notify: Callable[[GradientRow], None] = lambda row: None
         self._environment: dict[str, Any] = {}
         self._done: set[tuple[str, str, str, int, int]] = set()
+        every = {"variance_every": self.variance_every, "bias_every": self.bias_every}
+        check_at_least_one("study", **every, coordinates=self.coordinates)
+        known = ESTIMATORS.keys() & set(self.estimators)
+        if not known or len(known) < len(self.estimators):
+            raise InputError(
+                f"Expected `study.estimators` to name some of {', '.join(ESTIMATORS)}, each once, "
+                f"but got {self.estimators}."
+            )
+        for name, count in (("draws", self.draws), ("truth_blocks", self.truth_blocks)):
+            if count < 3:
+                raise InputError(
+                    f"Expected `study.{name}` to be at least 3, but got {count}: an interval "
+                    "leaves one out and needs two more."
+                )
+        if self.truth_samples < 2 * self.truth_blocks:
+            raise InputError(
+                "Expected `study.truth_samples` to be at least twice `study.truth_blocks` "
+                f"({2 * self.truth_blocks}), but got {self.truth_samples}."
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Inverter) -> None:  # type: ignore[override]
-        """Check that the run has a Z to measure at, and that its prompts can be enumerated."""
+        """Check that the run has a Z to measure at, and one loss."""
         if trainer.world_size > 1:
             raise InputError(
                 f"Expected a GradientStudy on one device, but the run has {trainer.world_size} "
@@ -120,8 +115,6 @@ class GradientStudy(InversionCallback):
         run = as_estimator(pl_module.method)
         for name in self.estimators:
             along(run, ESTIMATORS[name])
-        if self.truth == "exact":
-            check_enumerable(pl_module.prompt_length, len(pl_module.vocabulary))
         if any(target.is_shared or target.reasons for target in pl_module.data.targets):
             raise InputError(
                 "Expected neither `data.share` nor reasoning with a GradientStudy, but got one: "

@@ -26,17 +26,21 @@ Axes: K draws, T blocks, P logits.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from dlmi.gradient_rows import STATISTICS, UNDEFINED, Statistic
-from dlmi.gradients.intervals import Indices, exponential, jackknife, square_root
 from dlmi.gradients.truth import Truth
 
+CONFIDENCE = 0.95
 _HELD_COLUMNS = 2**20  # of the draws that are float64 at once
 MIN_EVENTS = 10  # a smaller count is off by a third and more
+
+Indices = Sequence[int]
 
 
 def measure(
@@ -135,11 +139,7 @@ def _is_above_zero(products: Tensor) -> bool:
 
 def variance_max(gradients: Tensor) -> Statistic:
     """The largest unbiased variance of a logit over the draws, as in the paper: (K, P)."""
-
-    def largest(draws: Indices, _: Indices) -> float:
-        return _log(gradients[draws].var(0).max())
-
-    return exponential(jackknife(largest, len(gradients)))
+    return _largest(lambda draws, _: gradients[draws].var(0), len(gradients))
 
 
 def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
@@ -149,14 +149,20 @@ def bias_max(gradients: Tensor, blocks: Tensor) -> Statistic:
     sqrt(variance_max / K) and more. Compare it with that, and prefer `bias_over_norm`.
     """
 
-    def largest(draws: Indices, known: Indices) -> float:
-        return _log((gradients[draws].mean(0) - blocks[known].mean(0)).abs().max())
+    def bias(draws: Indices, known: Indices) -> Tensor:
+        return (gradients[draws].mean(0) - blocks[known].mean(0)).abs()
 
-    return exponential(jackknife(largest, len(gradients), len(blocks)))
+    return _largest(bias, len(gradients), len(blocks))
 
 
-def _log(value: Tensor) -> float:
-    return math.log(value) if value > 0 else -math.inf
+def _largest(of_logits: Callable[[Indices, Indices], Tensor], *sizes: int) -> Statistic:
+    """The largest value of a logit; by way of its logarithm, so that no interval is below 0."""
+
+    def logarithm(draws: Indices, blocks: Indices) -> float:
+        value = of_logits(draws, blocks).max()
+        return math.log(value) if value > 0 else -math.inf
+
+    return _mapped(lambda x: math.exp(x) if x < 700 else math.inf, jackknife(logarithm, *sizes))
 
 
 def expected_events(
@@ -196,3 +202,48 @@ def describe_truth(truth: Truth) -> dict[str, Any]:
         "coordinates": None if truth.coordinates is None else len(truth.coordinates),
         "norm": math.sqrt(square) if square > 0 else None,
     }
+
+
+def jackknife(
+    statistic: Callable[[Indices, Indices], float], draws: int, blocks: int = 1
+) -> Statistic:
+    """A statistic of the indices of draws and of the truth's blocks, with a jackknife interval.
+
+    The bootstrap would pair draws with themselves and put back the noise that was subtracted.
+    Draws and blocks are two independent samples, so their jackknife variances add up; the quantile
+    is Student's, with the degrees of freedom of Welch and Satterthwaite. For maxima over logits
+    the interval says how the reported number varies, not where the true maximum lies.
+    """
+    all_draws, all_blocks = list(range(draws)), list(range(blocks))
+    value = statistic(all_draws, all_blocks)
+    if not math.isfinite(value):
+        return UNDEFINED
+    replicates = [[statistic(all_draws[:i] + all_draws[i + 1 :], all_blocks) for i in all_draws]]
+    if blocks > 1:
+        replicates.append(
+            [statistic(all_draws, all_blocks[:i] + all_blocks[i + 1 :]) for i in all_blocks]
+        )
+    variances = [
+        float(torch.tensor(values, dtype=torch.float64).var(correction=0)) * (len(values) - 1)
+        for values in replicates
+    ]
+    total = math.fsum(variances)
+    if not math.isfinite(total):
+        return Statistic(value, None, None)
+    if total == 0:
+        return Statistic(value, value, value)
+    parts = zip(variances, replicates, strict=True)
+    freedom = total**2 / sum(variance**2 / (len(values) - 1) for variance, values in parts)
+    low, high = stats.t.interval(CONFIDENCE, freedom, value, math.sqrt(total))
+    return Statistic(value, float(low), float(high))
+
+
+def square_root(square: Statistic) -> Statistic:
+    """From the statistic of a square; 0 where its estimate is negative."""
+    return _mapped(lambda x: math.sqrt(max(x, 0.0)), square)
+
+
+def _mapped(function: Callable[[float], float], statistic: Statistic) -> Statistic:
+    ends = (statistic.value, statistic.low, statistic.high)
+    mapped = [math.inf if end is None else function(end) for end in ends]
+    return Statistic(*(end if math.isfinite(end) else None for end in mapped))

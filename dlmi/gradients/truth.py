@@ -53,16 +53,6 @@ class Truth:
         return gradients if self.coordinates is None else gradients[:, self.coordinates]
 
 
-def check_enumerable(prompt_length: int, tokens: int) -> None:
-    """Raise `InputError` where V^N prompts are too many."""
-    if tokens**prompt_length > MAX_PROMPTS:
-        raise InputError(
-            f"Expected at most {MAX_PROMPTS} prompts with `truth: exact`, but {prompt_length} "
-            f"positions of {tokens} tokens have {float(tokens) ** prompt_length:.1e}. Take "
-            "`truth: rloo` or `conditional`, or a shorter prompt."
-        )
-
-
 @torch.no_grad()
 def sample_prompts(logits: Tensor, count: int, seed: int) -> Tensor:
     """Independent hard prompts from softmax(Z): (N, V) to (count, N).
@@ -78,9 +68,14 @@ def sample_prompts(logits: Tensor, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def exact_truth(loss: HardLoss, logits: Tensor) -> Truth:
-    """The gradient over all V^N prompts."""
+    """The gradient over all V^N prompts; `InputError` where they are too many."""
     length, tokens = logits.shape
-    check_enumerable(length, tokens)
+    if tokens**length > MAX_PROMPTS:
+        raise InputError(
+            f"Expected at most {MAX_PROMPTS} prompts with `truth: exact`, but {length} positions "
+            f"of {tokens} tokens have more. Take `truth: rloo` or `conditional`, or a shorter "
+            "prompt."
+        )
     numbers = torch.arange(tokens**length, device=logits.device)
     powers = tokens ** torch.arange(length, device=logits.device)
     columns = numbers[:, None] // powers % tokens  # (V^N, N)

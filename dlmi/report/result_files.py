@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from dlmi.rows import RESULTS_FILE, Inversion
 Axis = Literal["step", "token_passes", "seconds"]
 AXIS_UNITS = {"step": "steps", "token_passes": "token passes", "seconds": "seconds"}
 
-# `compare` writes these next to a cell's results: the method's label and budgets, and any error.
+# `compare` writes these next to a cell's results: a `GridCell`, and any error.
 CELL_FILE = "cell.json"
 FAILURE_FILE = "failure.json"
 
@@ -43,11 +43,14 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class GridCell:
-    """A run's label and budgets in a comparison."""
+    """What the file of a comparison's cell holds."""
 
-    label: str | None
-    axis: Axis
-    budgets: tuple[Annotated[float, Meta(gt=0)], ...]
+    label: str | None  # the method's name in the grid
+    axis: Axis  # what budgets are counted in
+    budgets: Sequence[Annotated[float, Meta(gt=0)]]  # at which traces are read, ascending
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of model and data
+    spent: float = 0.0  # seconds, without interruptions
+    is_done: bool = False
 
 
 class Run(NamedTuple):

@@ -46,15 +46,6 @@ _ESCAPES: dict[str, str | int | None] = {
 }
 _BEYOND_FONTS = re.compile("[^\x00-\x7f¡-ÿ–…]")  # noqa: RUF001 (LaTeX knows Latin-1 and these)
 
-_HEADER = """\
-% Written by dlmi.
-% Needs \\usepackage{amssymb,array,booktabs,graphicx,longtable,pdflscape,textcomp,xcolor},
-% \\usepackage[T1]{fontenc} and \\usepackage[utf8]{inputenc}.
-% Characters beyond Latin-1 are shown by their number (U+...).
-"""
-# As wide as the text at most, and no wider than it is.
-_FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
-
 
 def write_figures(folder: Path, figures: Sequence[Figure]) -> None:
     """Write each as PNG, PDF and SVG, without a date: the same data give the same files."""
@@ -161,26 +152,14 @@ def latex_cell(value: Cell) -> str:
 
 def latex_table(table: ReportTable) -> str:
     """A LaTeX file: a float, or a longtable if it has many rows."""
-    from pandas import DataFrame  # slow to import, and needed nowhere else
-
-    frame = DataFrame([list(map(latex_cell, row)) for row in table.rows], dtype=object)
-    frame.columns = [rf"\textbf{{{escape_latex(column)}}}" for column in table.columns]
-    is_long = len(table.rows) > _LONGEST_FLOAT
-    text: str = frame.style.hide(axis="index").to_latex(
-        environment="longtable" if is_long else "table*",
-        column_format=_layout(table),
-        caption=escape_latex(f"{table.title}. {table.caption}"),
-        label=f"tab:{table.name}",
-        position=None if is_long else "t",
-        hrules=True,
+    return render(
+        "table.tex.j2",
+        {"latex": latex_cell},
+        table=table,
+        layout=_layout(table),
+        is_long=len(table.rows) > _LONGEST_FLOAT,
+        is_wide=len(table.columns) > _MOST_UPRIGHT_COLUMNS,
     )
-    if not is_long:
-        start = rf"\centering\footnotesize{_FITTED}" + "\n" + r"\begin{tabular}"
-        text = text.replace(r"\begin{tabular}", start, 1)
-        return _HEADER + r"\end{tabular}}".join(text.rsplit(r"\end{tabular}", 1))
-    text = f"{{\\scriptsize\n{text}}}\n"
-    is_wide = len(table.columns) > _MOST_UPRIGHT_COLUMNS
-    return _HEADER + (f"\\begin{{landscape}}\n{text}\\end{{landscape}}\n" if is_wide else text)
 
 
 def _layout(table: ReportTable) -> str:

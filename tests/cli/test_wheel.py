@@ -48,7 +48,7 @@ def test_the_installed_command_finds_a_config_by_name_anywhere(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "prompt_length: 80" in done.stdout
     assert "per_k: 5" in done.stdout  # of a file that it includes
-    where = [sys.executable, "-c", "import dlmi.cli.named_configs as c; print(c.CONFIGS)"]
+    where = [sys.executable, "-c", "import dlmi.cli.main as c; print(c.CONFIGS)"]
     env = {**os.environ, "PYTHONPATH": str(site)}
     found = subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
     assert found.strip() == str(site / "dlmi" / "configs")

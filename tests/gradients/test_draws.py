@@ -8,8 +8,15 @@ from helpers.toy_slot import normal, quadratic, toy_slot
 
 from dlmi import InputError
 from dlmi.gradients.callback import GradientStudy
-from dlmi.gradients.draws import DrawSlot, draw_gradients, hard_loss
-from dlmi.gradients.estimators import ESTIMATORS, along, label, state_along
+from dlmi.gradients.estimators import (
+    ESTIMATORS,
+    DrawSlot,
+    along,
+    draw_gradients,
+    hard_loss,
+    label,
+    state_along,
+)
 from dlmi.gradients.truth import exact_truth, sample_prompts
 from dlmi.methods import DLMI, GBDA, REINFORCE
 from dlmi.methods.reinforce import REINFORCEState

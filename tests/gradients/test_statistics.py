@@ -8,14 +8,14 @@ from helpers.toy_slot import ToyReader, normal, quadratic, toy_slot
 
 from dlmi.gradient_rows import STATISTICS, Statistic
 from dlmi.gradients.callback import GradientStudy
-from dlmi.gradients.draws import draw_gradients, hard_loss
-from dlmi.gradients.intervals import jackknife
+from dlmi.gradients.estimators import draw_gradients, hard_loss
 from dlmi.gradients.statistics import (
     MIN_EVENTS,
     agreement,
     bias_max,
     expected_events,
     inner_products,
+    jackknife,
     measure,
     spread,
     squared_norm,

@@ -9,8 +9,7 @@ from helpers.toy_slot import ToyReader, normal, quadratic, toy_slot
 from dlmi.estimators.score_function import moving_average, score_function_gradient
 from dlmi.estimators.soft_embedding import sample_columns
 from dlmi.gradients.callback import GradientStudy
-from dlmi.gradients.draws import hard_loss
-from dlmi.gradients.estimators import ESTIMATORS, label
+from dlmi.gradients.estimators import ESTIMATORS, hard_loss, label
 from dlmi.gradients.truth import (
     as_in_code_reference,
     choose_coordinates,
