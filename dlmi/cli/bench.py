@@ -15,7 +15,7 @@ from dlmi.bench.searches import SEARCHES, time_search
 from dlmi.bench.steps import SHAPES, random_ids, time_steps
 from dlmi.bench.textbook import textbook_process
 from dlmi.bench.timing import matmul_flops
-from dlmi.cli.output import TEXTS, check_new_file, print_table
+from dlmi.cli.output import check_new_file, print_table
 from dlmi.cli.parser import CommandParser
 from dlmi.errors import InputError
 from dlmi.lm.loading import PACKAGED, load_lm
@@ -23,6 +23,43 @@ from dlmi.lm.pass_dtype import PassDType
 from dlmi.lm.placement import DType, default_device
 from dlmi.run.identity import describe_environment
 from dlmi.text import visible
+
+_LEGEND = """\
+Steps of DLMI on one target: N prompt tokens, M target tokens, S samples.
+floor: what no implementation can leave out, the LM's forward and backward pass and
+the two products with the embedding matrix.
+textbook: a plain implementation of the method, in a process of its own.
+"""
+# Columns of the tables, and the format of their cells.
+_SHAPE = {"N": "{prompt_length}", "M": "{target_length}"}
+_SECONDS = _SHAPE | {
+    "S": "{samples}",
+    "this tool": "{seconds:.3g}",
+    "floor": "{floor_seconds:.3g}",
+    "textbook": "{textbook_seconds:.3g}",
+    "step / floor": "{step / floor:.2f}",
+    "textbook / step": "{textbook / step:.2f}",
+}
+_MEMORY = _SHAPE | {
+    "S": "{samples}",
+    "this tool": "{peak_bytes:.0f}",
+    "LM's pass": "{floor_peak_bytes:.0f}",
+    "textbook": "{textbook_peak_bytes:.0f}",
+    "token-passes/s": "{token_passes_per_second:.0f}",
+    "of matmul speed": "{matmul_share:.0%}",
+}
+_SEARCH = _SHAPE | {
+    "slots": "{slots}",
+    "passes in": "{pass_dtype}",
+    "seconds": "{seconds_per_step:.3g}",
+    "token-passes/s": "{token_passes_per_second:.0f}",
+    "of matmul speed": "{matmul_share:.0%}",
+    "evaluation": "{evaluation:.0%}",
+    "gradient": "{gradient:.0%}",
+    "candidates": "{candidates:.0%}",
+    "LM calls": "{calls_per_step:.1f}",
+    "tokens a call": "{tokens_per_call:.0f}",
+}
 
 
 def make_parser() -> CommandParser:
@@ -78,12 +115,12 @@ def bench(
             {name: value / 1e6 if "bytes" in name else value for name, value in line.items()}
             for line in steps
         ]
-        print(TEXTS["bench"]["legend"])
-        _print("Seconds of a step, medians", "seconds", steps)
-        _print("Peak memory of a step in MB, and speed of this tool", "memory", in_mb)
+        print(_LEGEND)
+        _print("Seconds of a step, medians", _SECONDS, steps)
+        _print("Peak memory of a step in MB, and speed of this tool", _MEMORY, in_mb)
     if searches:
         title = f"SwapSearch, {token_budget} token-passes a target; a step is one of all slots"
-        _print(title, "search", searches)
+        _print(title, _SEARCH, searches)
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
@@ -99,7 +136,6 @@ def bench(
     return 0
 
 
-def _print(title: str, table: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    columns = TEXTS["bench"][table]
+def _print(title: str, columns: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> None:
     cells = ([cell.format_map(line) for cell in columns.values()] for line in lines)
     print_table(title, columns, cells)
