@@ -118,9 +118,9 @@ def invert(
         on_progress: Called after each step and each evaluation, for each text in progress.
 
     Returns:
-        The row of the best start, as `fit` writes it, but with the seconds, steps and token-passes
-        since the search began; for several texts a list of rows. `stop_reason` is `interrupted`
-        after Ctrl-C.
+        The row of the best start, as `fit` writes it, but without the LCS matrix and with the
+        seconds, steps and token-passes since the search began; for several texts a list of rows.
+        `stop_reason` is `interrupted` after Ctrl-C.
 
     Raises:
         InputError: If an argument is invalid.
@@ -164,6 +164,9 @@ def invert(
             fluency=fluency,
             pass_dtype=pass_dtype,
             seed=seed,
+        )
+        inverter.measures_forms = (
+            False  # each start would decode many prompts that nobody asked for
         )
         data = TargetDataModule.of(lm, starts, batch_size=len(starts))
         max_time = None if seconds == math.inf else timedelta(seconds=seconds)

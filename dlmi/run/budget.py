@@ -8,6 +8,7 @@ from dlmi.scoring.evaluation import most_tokens_evaluated
 from dlmi.targets.context import Example
 
 NO_STEP_LIMIT = 10**9  # steps, where a budget is one of time or of token-passes
+_RARE = 32  # times the cost of a decode: what is spent before the cost counts as doubled
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Budget:
         is_crossed = self.token_passes is not None and any(
             last + ahead < budget <= cost + ahead for budget in self.decode_at
         )
-        return is_crossed or cost >= 2 * last
+        # A decode reads token by token, so it takes several times as long as its cost says.
+        return is_crossed or cost >= max(2 * last, _RARE * most_evaluated(slot))
 
     def stop_reason(self, slot: Slot) -> str | None:
         """`solved`, `failed` or `budget`; None while the target goes on."""

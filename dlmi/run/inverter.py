@@ -70,6 +70,7 @@ class Inverter(SlotPool):
         finished: Rows of this worker; on worker 0, those of all workers so far.
         folder: Where the run's files go.
         stop_requested: Set it to end the run after its step.
+        measures_forms: Whether the rows of finished targets hold the LCS matrix.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Inverter(SlotPool):
         self.workers = Workers()
         self.finished: list[Inversion] = []
         self.stop_requested = False
+        self.measures_forms = True
 
     @property
     def data(self) -> TargetDataModule:
@@ -210,6 +212,11 @@ class Inverter(SlotPool):
 
     def on_train_end(self) -> None:
         """Report the targets that a signal or the trainer's own limits have interrupted."""
+        if self.eval_every is None:  # a search, whose last decode may be long ago
+            unseen = [
+                slot for slot in self.active if slot.last is None or slot.last.step < slot.step
+            ]
+            self.evaluate(unseen)
         for slot in self.active:
             self._report(slot, "interrupted")
 
@@ -280,7 +287,9 @@ class Inverter(SlotPool):
     def _report(self, slot: Slot, reason: str) -> None:
         settings = {**self.settings, "pass_dtype": self.engine.pass_dtype}  # what was chosen
         settings = with_scale(settings, self._scale)
-        row = build_row(slot, reason, self.method, settings, self._environment)
+        # Not after Ctrl-C, which should end soon
+        with_forms = self.measures_forms and reason in ("solved", "budget")
+        row = build_row(slot, reason, self.method, settings, self._environment, with_forms)
         self.finished.append(row)
         self._tell("on_target_end", row)
 

@@ -34,10 +34,12 @@ def build_row(
     method: Method[Any],
     settings: dict[str, Any],
     environment: dict[str, Any],
+    with_forms: bool,
 ) -> Inversion:
     """The row of a slot: its best prompt, decoded alone, and its measures.
 
-    `environment` holds the columns that say where it was measured, and on which targets.
+    `environment` holds the columns that say where it was measured, and on which targets. The LCS
+    matrix and held-out examples are measured `with_forms` alone.
     """
     lm, target, last = slot.tokens.lm, slot.target, slot.last
     assert slot.best is not None
@@ -48,7 +50,7 @@ def build_row(
     matrix: LCSMatrix = {}
     rank_one_rate = None
     held_out: tuple[ExampleResult, ...] = ()
-    if stop_reason in ("solved", "budget"):  # not after Ctrl-C, which should end soon
+    if with_forms:
         matrix, rank_one_rate = measure_forms(
             slot.tokens,
             [best, last],

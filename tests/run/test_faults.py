@@ -284,12 +284,16 @@ def poisoned(model_folder, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_target_without_a_finite_loss_fails_alone(poisoned, data, fit, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float64", "32-true"), ("float32", "bf16-mixed")]
+)
+def test_a_target_without_a_finite_loss_fails_alone(
+    poisoned, data, fit, tmp_path, dtype, precision
+):
     lines = [{"id": "bad", "ids": [5, 31, 6]}, *({"id": f"ok{i}", "ids": [4, i]} for i in (7, 8))]
     targets = tmp_path / "targets.jsonl"
     targets.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = {"lm": str(poisoned), "dtype": "float32", "batch_size": 3}
+    options = {"lm": str(poisoned), "dtype": dtype, "batch_size": 3}
     rows = fit(
         make_run(),
         data(**options, file=targets),
@@ -302,7 +306,7 @@ def test_a_target_without_a_finite_loss_fails_alone(poisoned, data, fit, tmp_pat
     targets.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
     alone = fit(make_run(), data(**options, file=targets), precision=precision)
     del rows["bad"]
-    if precision == "32-true":
+    if dtype == "float64":  # in float32 rounding differs with the number of rows
         assert outcome(rows.values()) == outcome(alone.values())
     assert {row.stop_reason for row in rows.values()} <= {"solved", "budget"}
     stored = {row.target_id: row for row in read_rows(tmp_path)}
