@@ -105,11 +105,12 @@ class _Packed:
         WeakTensorKeyDictionary(),
     )
 
-    def __init__(self, weight: Tensor, is_turned: bool) -> None:
+    def __init__(self, weight: Tensor, is_turned: bool, library: str | None) -> None:
+        self._library = library
         self._state = weight.data_ptr(), weight._version
         self._plain = weight.detach().T if is_turned else weight.detach()  # (o, i)
-        self._library, matrix = _library(weight.dtype), self._plain.contiguous()
-        if self._library == "onednn":
+        matrix = self._plain.contiguous()
+        if library == "onednn":
             self._packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _ROWS)
         else:
             self._packed = torch.ops.mkl._mkl_reorder_linear_weight(matrix, _ROWS)
@@ -120,7 +121,7 @@ class _Packed:
         known = cls._known[is_turned]
         packed: _Packed | None = known.get(weight)  # type: ignore[no-untyped-call]
         if packed is None or packed._state != (weight.data_ptr(), weight._version):
-            packed = known[weight] = cls(weight, is_turned)
+            packed = known[weight] = cls(weight, is_turned, _library(weight.dtype))
         return packed
 
     def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -141,5 +142,20 @@ def _library(dtype: torch.dtype) -> str | None:
     is_avx512 = backends.cpu.get_cpu_capability().startswith("AVX512")
     is_amd = "AuthenticAMD" in cpu_facts()["vendor_id"]
     if dtype == torch.bfloat16 or (dtype == torch.float32 and is_amd and is_avx512):
-        return "onednn" if backends.mkldnn.is_available() else None
-    return "mkl" if dtype == torch.float32 and backends.mkl.is_available() else None
+        library = "onednn" if backends.mkldnn.is_available() else None
+    else:
+        library = "mkl" if dtype == torch.float32 and backends.mkl.is_available() else None
+    return library if library and _works(library, dtype) else None
+
+
+def _works(library: str, dtype: torch.dtype) -> bool:
+    """Whether a library gives right products: its operators are PyTorch's own, and may change."""
+    matrix = torch.arange(-40.0, 40.0, dtype=dtype).view(16, 5) / 40
+    try:
+        packed = _Packed(matrix, False, library)
+        for rows in (1, 3, 2 * _ROWS):
+            inputs = torch.arange(-5.0 * rows, 5.0 * rows, 2, dtype=dtype).view(rows, 5) / rows
+            torch.testing.assert_close(packed(inputs), inputs @ matrix.T)
+    except (AttributeError, RuntimeError, AssertionError):
+        return False
+    return True

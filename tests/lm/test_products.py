@@ -102,6 +102,20 @@ def test_matrices_are_packed_once_where_there_is_room_for_them(dtype, monkeypatc
     assert type(other) is nn.Linear
 
 
+def test_a_library_that_is_wrong_or_missing_is_not_used(dtype, monkeypatch):
+    library = products._library(dtype)
+    assert products._works(library, dtype)
+    call = products._Packed.__call__
+    monkeypatch.setattr(products._Packed, "__call__", lambda self, *given: call(self, *given) + 1)
+    assert not products._works(library, dtype)
+
+    def missing(*_):
+        raise AttributeError
+
+    monkeypatch.setattr(products._Packed, "__call__", missing)
+    assert not products._works(library, dtype)
+
+
 def test_what_is_trained_or_in_another_dtype_is_multiplied_plainly(dtype, monkeypatch):
     def refuse(*_):
         raise AssertionError
