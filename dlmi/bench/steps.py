@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlmi.bench.textbook import begin_textbook, measure_textbook
 from dlmi.bench.timing import StepClock, peak_of, seconds_of
 from dlmi.lm.frozen_lm import FrozenLM
+from dlmi.lm.products import plain_products
 from dlmi.methods import DLMI
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
@@ -106,7 +107,8 @@ class Floor:
 
     def operations(self) -> int:
         """Floating-point operations of the matrix products in a step, attention included."""
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        plain = plain_products()  # packed ones are not counted
+        with plain, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             self.step()
         return int(counter.get_total_flops())
 

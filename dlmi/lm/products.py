@@ -8,7 +8,10 @@ no room for the rearranged matrices, or neither library, products stay plain;
 `torch.backends.mkldnn.enabled = False` asks for that.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import psutil
@@ -21,6 +24,19 @@ from dlmi.lm.machine import cpu_facts
 
 _MEMORY_SHARE = 0.25  # of the machine's memory that rearranged matrices may take
 _ROWS = 256  # that a matrix is rearranged for; it then takes any number
+
+
+_are_plain: ContextVar[bool] = ContextVar("are_plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_products() -> Iterator[None]:
+    """Leave packed matrices out, as for counting operations."""
+    token = _are_plain.set(True)
+    try:
+        yield
+    finally:
+        _are_plain.reset(token)
 
 
 def use_packed_products(model: nn.Module) -> None:
@@ -60,7 +76,8 @@ _FROZEN: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _FrozenLinear, Con
 
 def _takes(inputs: Tensor, weight: Tensor) -> bool:
     return bool(
-        inputs.dtype == weight.dtype
+        not _are_plain.get()
+        and inputs.dtype == weight.dtype
         and _library(weight.dtype) is not None
         and inputs.device.type == weight.device.type == "cpu"
         and inputs.numel() > 0
