@@ -13,11 +13,7 @@ from helpers import subprocess_runs
 from helpers.methods import METHODS, RUN_OPTIONS, make_inverter
 from helpers.tiny_models import SIZES, VOCAB, make_config, make_tokenizer
 from lightning.pytorch import Trainer
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from dlmi import TargetDataModule, load_lm
 from dlmi.targets.sources import ByRank, File, Texts

@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlmi.metrics import (
-    lcs_members,
-    lcs_ratio,
-    overlap_ratio,
-    perplexity,
-    target_hit_ratio,
-)
+from dlmi.metrics import lcs_members, lcs_ratio, overlap_ratio, perplexity, target_hit_ratio
 
 sequences = st.lists(st.integers(0, 4), max_size=7)
 

@@ -57,10 +57,7 @@ def report(
 
 
 def write_report(
-    runs: Sequence[Path],
-    out: Path,
-    steps: Sequence[int] = (),
-    reload_seconds: int | None = None,
+    runs: Sequence[Path], out: Path, steps: Sequence[int] = (), reload_seconds: int | None = None
 ) -> None:
     """Write the whole report, or nothing; the page reloads itself after `reload_seconds`."""
     # Imported here, since matplotlib and scipy slow down `--help`.

@@ -139,11 +139,7 @@ class ADC(Relaxation[ADCState]):
         return ids, list(restarts) if slot.tokens.must_round_trip else [None] * len(restarts)
 
     def _unseen(
-        self,
-        slot: Slot,
-        seen: set[int],
-        preferences: Sequence[Tensor | None],
-        two_best: Tensor,
+        self, slot: Slot, seen: set[int], preferences: Sequence[Tensor | None], two_best: Tensor
     ) -> tuple[list[Tensor], set[int]]:
         """The prompts to be scored, (N,), at most one of each restart, and all that were seen."""
         seen, found = set(seen), []

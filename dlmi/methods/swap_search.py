@@ -143,10 +143,7 @@ class SwapSearch(Search[SwapState]):
         if better:
             swapped = torch.stack([candidate.ids for candidate in better])
             merged = merge_swaps(
-                at.ids,
-                swapped,
-                _MERGED_SWAPS,
-                lambda ids: len(slot.surviving(ids[None])) > 0,
+                at.ids, swapped, _MERGED_SWAPS, lambda ids: len(slot.surviving(ids[None])) > 0
             )
             if len(merged):
                 found += yield from self._score(slot, state, merged, at.ids)
@@ -270,12 +267,7 @@ class SwapSearch(Search[SwapState]):
         return candidate
 
     def _score(
-        self,
-        slot: Slot,
-        state: SwapState,
-        ids: Tensor,
-        like_ids: Tensor,
-        is_measured: bool = False,
+        self, slot: Slot, state: SwapState, ids: Tensor, like_ids: Tensor, is_measured: bool = False
     ) -> Steps[list[Candidate]]:
         """Prompts, (C, N), that are variations of one, scored."""
         asked = self._pass(slot, state, ids, like_ids)

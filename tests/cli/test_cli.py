@@ -35,7 +35,7 @@ def tiny_flags(model_folder):
 
 
 MODEL_FLAGS = [
-    *("--model.method", "DLMI", "--model.method.num_samples", "2", "--model.prompt_length", "4"),
+    *("--model.method", "DLMI", "--model.method.num_samples", "2", "--model.prompt_length", "4")
 ]
 
 

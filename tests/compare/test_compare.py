@@ -43,10 +43,7 @@ def settings_of(model_folder, **changes):
     """A grid of two methods on the tiny LM; `changes` replace what it says."""
     settings = {
         "out": "runs/grid",
-        "methods": {
-            "DLMI(1)": {"config": "dlmi_tau1.yaml", "method": {"num_samples": 2}},
-            **SODA,
-        },
+        "methods": {"DLMI(1)": {"config": "dlmi_tau1.yaml", "method": {"num_samples": 2}}, **SODA},
         "prompt_lengths": [4],
         "steps": [4, 12],
         "eval_every": 4,
@@ -160,10 +157,7 @@ def test_a_report_finds_labels_and_budgets(copied):
 
 @pytest.mark.usefixtures("in_process")
 def test_sizes_bring_their_target_lengths_and_budgets(grid):
-    sizes = [
-        {"prompt_length": 3},
-        {"prompt_length": 5, "target_length": 2, "budgets": [8, 2]},
-    ]
+    sizes = [{"prompt_length": 3}, {"prompt_length": 5, "target_length": 2, "budgets": [8, 2]}]
     settings = grid(prompt_lengths=[], sizes=sizes, methods=SODA)
     assert run("compare", "--config", write(settings)) == 0
     longer, shorter = sorted(

@@ -15,12 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dlmi.bench.timing import peak_of
 from dlmi.estimators.noise import column_words, gumbel_noise
 from dlmi.estimators.sampling import gumbel_softmax
-from dlmi.estimators.soft_embedding import (
-    plain,
-    rows,
-    sample_columns,
-    soft_embedding,
-)
+from dlmi.estimators.soft_embedding import plain, rows, sample_columns, soft_embedding
 
 
 def textbook(logits, tau, matrix, seeds, samples):

@@ -301,10 +301,7 @@ def test_a_window_scores_what_whole_prompts_score(tiny, name):
     narrow = dataclasses.replace(whole, context=whole.context.narrowed(prompt.tolist(), 2))
     engine = Engine(Vocabulary(tiny))
     inside, outside = engine(
-        [
-            Pass(candidates[:, 2:], [narrow], like_ids=prompt[2:]),
-            Pass(candidates, [whole]),
-        ]
+        [Pass(candidates[:, 2:], [narrow], like_ids=prompt[2:]), Pass(candidates, [whole])]
     )
     # The tiny Llama's norms are float32 inside, so a shorter pass rounds differently.
     torch.testing.assert_close(inside.losses, outside.losses, rtol=1e-5, atol=1e-6)

@@ -54,13 +54,7 @@ from dlmi.report.tables import (
     settings_tables,
     summary_table,
 )
-from dlmi.report.writing import (
-    csv_table,
-    escape_latex,
-    latex_table,
-    markdown_table,
-    write_figures,
-)
+from dlmi.report.writing import csv_table, escape_latex, latex_table, markdown_table, write_figures
 from dlmi.rows import TracePoint
 from dlmi.targets.sources import ByRank
 

@@ -151,12 +151,7 @@ def test_after_a_run_on_questions_the_command_that_counts_answers_is_named(
 
 
 def test_progress_in_a_log_file_is_plain_lines(data, fit, capsys):
-    fit(
-        small(),
-        data(),
-        callbacks=[InversionProgress(log_seconds=0)],
-        enable_progress_bar=True,
-    )
+    fit(small(), data(), callbacks=[InversionProgress(log_seconds=0)], enable_progress_bar=True)
     lines = capsys.readouterr().out.splitlines()
     assert "4 targets, N=4, at most 8 steps each, 2 at a time" in lines[0]
     line = next(line for line in lines if "steps/s" in line)

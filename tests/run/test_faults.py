@@ -295,10 +295,7 @@ def test_a_target_without_a_finite_loss_fails_alone(
     targets.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = {"lm": str(poisoned), "dtype": dtype, "batch_size": 3}
     rows = fit(
-        make_run(),
-        data(**options, file=targets),
-        callbacks=[ResultWriter()],
-        precision=precision,
+        make_run(), data(**options, file=targets), callbacks=[ResultWriter()], precision=precision
     )
     assert rows["bad"].stop_reason == "failed"
     assert rows["bad"].failure == "the loss is nan at step 1"

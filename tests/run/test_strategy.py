@@ -8,15 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from helpers.subprocess_runs import (
-    HANGS,
-    ROOT,
-    RUN,
-    finish,
-    fit_flags,
-    outcome_in,
-    start,
-)
+from helpers.subprocess_runs import HANGS, ROOT, RUN, finish, fit_flags, outcome_in, start
 from torch.distributed import TCPStore
 
 from dlmi.cli.main import main

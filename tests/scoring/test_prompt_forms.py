@@ -41,13 +41,7 @@ def decoded(lm, embeds, target=TARGET):
 
 
 def measure(
-    lm,
-    target_ids=TARGET,
-    context=NO_CONTEXT,
-    best_ids=IDS,
-    last_ids=None,
-    soft_prompt=None,
-    key=0,
+    lm, target_ids=TARGET, context=NO_CONTEXT, best_ids=IDS, last_ids=None, soft_prompt=None, key=0
 ):
     """The matrix of a target and its rank-1 rate; the last prompt is the best one backwards."""
     target = Target.single("t", target_ids, "text", context)

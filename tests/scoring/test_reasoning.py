@@ -45,11 +45,7 @@ def single(number, beginning, ids, reasoning=REASONING):
     return Target.single(f"t{number}", ids, "", context)
 
 
-SINGLES = [
-    single(0, (4, 5), (13, 14)),
-    single(1, (), (16,)),
-    single(2, (9,), (18, 19, 20)),
-]
+SINGLES = [single(0, (4, 5), (13, 14)), single(1, (), (16,)), single(2, (9,), (18, 19, 20))]
 PROMPT = (9, 12, 5, 21)
 
 

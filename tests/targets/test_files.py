@@ -75,10 +75,7 @@ def test_files_of_windows_editors(tiny, tmp_path):
         (b'{"ids": [' + b"9" * 5000 + b"]}", "more than 64 bits|out of range|too long|not JSON"),
         (b'{"text": "w1 \\ud800"}', "not JSON"),
         (b'{"ids": [4], "ranks": "abc"}', "expected `array [|] null`, got `str` at `ranks`"),
-        (
-            b'{"ids": [4], "perplexity": "high"}',
-            "got `str` at `perplexity`",
-        ),
+        (b'{"ids": [4], "perplexity": "high"}', "got `str` at `perplexity`"),
         (b'{"ids": [4], "k": 99999999999999999999}', "whole number of more than 64 bits"),
         (b'{"text": "\xff"}', "not UTF-8"),
     ],

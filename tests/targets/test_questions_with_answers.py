@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlmi import InputError
-from dlmi.targets.questions import (
-    Question,
-    find_answer,
-    load_questions,
-    normalise,
-    read_questions,
-)
+from dlmi.targets.questions import Question, find_answer, load_questions, normalise, read_questions
 
 make_sums = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_sums.py"))
 SIZES, as_json_lines = make_sums["SIZES"], make_sums["as_json_lines"]

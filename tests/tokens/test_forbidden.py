@@ -35,11 +35,7 @@ def barred(kind, target, *pieces):
 @pytest.mark.parametrize(
     ("target", "near", "others"),
     [
-        (
-            ["company"],
-            {" companies", "accompany", " Pan", "COMP"},
-            {" co", "pa", "comcast", "nap"},
-        ),
+        (["company"], {" companies", "accompany", " Pan", "COMP"}, {" co", "pa", "comcast", "nap"}),
         ([" out", "fit"], {" fitted", "outs", "fits", "utf", "\nOut"}, {"f i t", "foto", "u"}),
         ([" bare", "\ufffd"], {"BARE", "barely", "are", "(are)"}, {"\ufffd9", " ba"}),
         (["the", " x1"], {" The", "X1"}, {"then", "other"}),  # a word of three letters has no stem

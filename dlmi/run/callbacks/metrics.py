@@ -22,14 +22,7 @@ from dlmi.run.callbacks.base import InversionCallback
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
 from dlmi.run.scalars import is_log_step, log_scalars, publish, relaxed_diagnostics
-from dlmi.text import (
-    counted,
-    escape_markdown,
-    markdown_code,
-    marked_markdown,
-    token_texts,
-    visible,
-)
+from dlmi.text import counted, escape_markdown, markdown_code, marked_markdown, token_texts, visible
 
 # Means over finished rows. The perplexity's is geometric: random tokens span magnitudes.
 _MEANS: dict[str, Callable[[Inversion], float | None]] = {
