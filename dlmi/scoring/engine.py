@@ -29,7 +29,7 @@ from dlmi.scoring.fluency import Fluency
 from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
 from dlmi.scoring.prefixes import Ids, PrefixStore
 from dlmi.scoring.reading import Reading
-from dlmi.targets.context import Example
+from dlmi.targets.context import Example, common_beginning
 from dlmi.tokens.vocabulary import Vocabulary
 
 _SPARE_PREFIXES = 8
@@ -94,12 +94,13 @@ class Engine:
 
     def price(self, asked: Pass, account: Account) -> Cost:
         """What a pass costs a slot; notes in its account what it will have read."""
-        rows = list(itertools.chain.from_iterable(self._rows(asked)))
+        known = account.known_measured if self._is_measured(asked) else account.known
+        rows = list(itertools.chain.from_iterable(self._rows(asked, known)))
         tokens = sum(row.length for row in rows)
         prefixes = dict.fromkeys(row.prefix_ids for row in rows)
         once = sum(account.learn(ids, self._is_measured(asked)) for ids in prefixes)
         for ids in self._kept_ids(asked):
-            account.learn(ids)  # read as part of its tokens
+            account.learn(ids, self._is_measured(asked))  # read as part of its tokens
         return Cost(tokens + once, tokens if asked.has_gradient else 0)
 
     def price_of_prefixes(self, examples: Sequence[Example], account: Account) -> int:
@@ -116,16 +117,30 @@ class Engine:
         """The LM that reads a pass, with its prefixes."""
         return self.prefixes if self._is_measured(asked) else self._pass_prefixes
 
-    def _rows(self, asked: Pass) -> Sequence[tuple[Row, ...]]:
-        """The rows of each prompt of a pass; planned once."""
+    def _rows(self, asked: Pass, known: Sequence[Ids] = ()) -> Sequence[tuple[Row, ...]]:
+        """The rows of each prompt of a pass; planned once, with what its slot has read before."""
         if "_rows" not in asked.__dict__:
             shares = self.lm.can_share
+            if asked.like_ids is not None and self._kept_ids(asked):
+                rows = [self._base_rows(asked, known)]
             # A penalty is on whole prompts: it needs the hidden states of all their tokens.
-            is_varied = asked.like_ids is not None and shares and self._fluency is None
-            plain = [plain_rows(asked.length, asked.examples, shares)] * asked.count
-            asked.__dict__["_rows"] = self._varied_rows(asked) if is_varied else plain
-        rows: Sequence[tuple[Row, ...]] = asked.__dict__["_rows"]
-        return rows
+            elif asked.like_ids is not None and shares and self._fluency is None:
+                rows = self._varied_rows(asked)
+            else:
+                rows = [plain_rows(asked.length, asked.examples, shares)] * asked.count
+            asked.__dict__["_rows"] = rows
+        planned: Sequence[tuple[Row, ...]] = asked.__dict__["_rows"]
+        return planned
+
+    def _base_rows(self, asked: Pass, known: Sequence[Ids]) -> tuple[Row, ...]:
+        """The rows of a prompt that is no variation: read from where it leaves what is known."""
+        rows = []
+        for example in asked.examples:
+            ids, end = _whole_ids(asked.prompts, example), _places(example, asked.length)[-1]
+            shared = max((len(common_beginning([ids, own])) for own in known), default=0)
+            start = min(max(shared, len(example.context.prefix_ids)), end)
+            rows.append(Row(asked.length, example, ids[:start], start))
+        return tuple(rows)
 
     def _varied_rows(self, asked: Pass) -> list[tuple[Row, ...]]:
         """The rows of variations of a prompt: each is read from its first difference on."""
@@ -139,17 +154,17 @@ class Engine:
             first = [min(first)] * len(first)
         rows_from: dict[int, list[Row]] = {i: [] for i in first}
         for example in asked.examples:
-            before = len(example.context.start_ids)
-            starts = [before + position for position in example.context.positions(size)]
+            starts = _places(example, size)
             prefix_ids = _whole_ids(asked.like_ids, example)[: starts[max(first)]]
             for i, rows in rows_from.items():
                 rows.append(Row(size, example, prefix_ids, starts[i]))
         return [tuple(rows_from[i]) for i in first]
 
     def _kept_ids(self, asked: Pass) -> list[Ids]:
-        """All ids in each example of a single prompt read for its gradient: they are kept."""
-        is_single = asked.swaps is not None and asked.count == 1
-        is_plain = self._pass_prefixes.lm.precision.dtype is None  # no autocast
+        """All ids in each example of a single prompt that others will vary: they are kept."""
+        is_asked = asked.swaps is not None and asked.count == 1  # for its gradient
+        is_single = is_asked or (asked.is_base and self._fluency is None)
+        is_plain = self._store(asked).lm.precision.dtype is None  # no autocast
         if not (is_single and is_plain and self.lm.can_pack):
             return []
         return [_whole_ids(asked.prompts, example) for example in asked.examples]
@@ -294,6 +309,12 @@ def _whole_ids(prompt: Tensor | SoftPrompt, example: Example) -> Ids:
     """All ids that the LM reads of one discrete prompt, (N,) or (1, N), in its context."""
     assert isinstance(prompt, Tensor)
     return example.context.ids(prompt.flatten().tolist())
+
+
+def _places(example: Example, size: int) -> list[int]:
+    """Where the tokens of a prompt stand among all that are read, (N,)."""
+    before = len(example.context.start_ids)
+    return [before + position for position in example.context.positions(size)]
 
 
 def _weights(passes: Sequence[Pass], batch: Batch, parcel: Parcel) -> Arrived | None:

@@ -105,6 +105,13 @@ class Pass:
         return self.swaps is not None or self.prompts.requires_grad
 
     @property
+    def is_base(self) -> bool:
+        """Whether it is one discrete prompt, which later ones may vary: `like_ids` itself."""
+        if self.like_ids is None or not isinstance(self.prompts, Tensor) or self.count != 1:
+            return False
+        return self.prompts[0].equal(self.like_ids)
+
+    @property
     def target_length(self) -> int:
         """Tokens to be said in all examples, M."""
         return sum(len(example.ids) for example in self.examples)
