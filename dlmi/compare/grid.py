@@ -31,7 +31,7 @@ class MethodSpec:
     Args:
         config: Its configuration file, relative to the grid's own.
         method: Settings of the method that differ from that file (`fit`'s `model.method`).
-        model: Settings of the run that differ from it, such as `eval_every` or `fluency`.
+        model: Settings of the run that differ from it and from the grid's, such as `fluency`.
     """
 
     config: str
@@ -66,6 +66,7 @@ class Grid:
         steps: Budgets in steps. The largest is run; the others are read from its traces.
         token_budgets: Budgets in token passes through the LM per target, in place of `steps`.
         seeds: Seeds of the runs; the targets are the same for all of them.
+        model: Settings of the run for all methods, as in `fit`, such as `forbid_target_tokens`.
         data: Settings of the targets and the LM, as in `fit`.
         models: Language models by name, each with the settings of `data` that it changes. Empty
             for the one of `data`.
@@ -80,6 +81,7 @@ class Grid:
     steps: list[int] | None = None
     token_budgets: list[int] | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
+    model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -133,12 +135,14 @@ def _check(grid: Grid) -> None:
     for name, entries in (("seeds", grid.seeds), (name_of_sizes, sizes)):
         if len(set(entries)) < len(entries):
             raise InputError(f"Expected `{name}` to differ, but got {entries}.")
-    for label, spec in grid.methods.items():
-        for name in sorted(spec.model.keys() & {"method", *_GRID_SETTINGS}):
-            owner = f"`methods.{label}.method`" if name == "method" else "the grid"
+    given = {f"methods.{label}.model": spec.model for label, spec in grid.methods.items()}
+    for place, model in {"model": grid.model, **given}.items():
+        for name in sorted(model.keys() & {"method", *_GRID_SETTINGS}):
+            beside = place.removesuffix("model") or "methods.NAME."
+            owner = f"`{beside}method`" if name == "method" else "the grid"
             raise InputError(
-                f"Expected `methods.{label}.model` to leave `{name}` to {owner}, but it sets it to "
-                f"{spec.model[name]!r}."
+                f"Expected `{place}` to leave `{name}` to {owner}, but it sets it to "
+                f"{model[name]!r}."
             )
 
 
@@ -160,7 +164,7 @@ def _cell(grid: Grid, beside: Path, plan_fit: PlanFit, model: str, size: Size, l
     run: dict[str, Any] = {"decode_at": size.budgets[:-1]}
     if grid.eval_every is not None:
         run = {"eval_every": grid.eval_every}
-    run |= {**spec.model, "prompt_length": size.prompt_length}
+    run |= {**grid.model, **spec.model, "prompt_length": size.prompt_length}
     if grid.axis == "step":
         run["steps"] = size.budgets[-1]
     else:

@@ -123,6 +123,14 @@ def test_seeds_are_planned_as_fit_would_see_them(grid):
     assert cell.settings["model"] == json.loads(json.dumps(settings["model"]))
 
 
+def test_settings_of_the_run_hold_for_all_methods_but_those_with_their_own(grid):
+    own = {"DLMI(1)": {"config": "dlmi_tau1.yaml", "model": {"forbid_target_tokens": "stems"}}}
+    settings = grid(methods={**own, **SODA}, model={"forbid_target_tokens": "words"})
+    first, second = plan(as_grid(settings), CONFIGS, plan_fit)
+    assert first.settings["model"]["forbid_target_tokens"] == "stems"
+    assert second.settings["model"]["forbid_target_tokens"] == "words"
+
+
 def test_models_are_an_axis(grid, model_folder):
     other = {"lm": str(model_folder("gpt2")), "load": {"bos": "<eos>"}}
     cells = plan(as_grid(grid(models={"a": {}, "b": other})), CONFIGS, plan_fit)
@@ -316,6 +324,8 @@ def test_ctrl_c_reaches_the_cell_which_gets_the_time_to_save(grid, tmp_path, mon
             {"methods": {"X": {"config": "soda.yaml", "model": {"steps": 3}}}},
             "leave `steps` to the grid",
         ),
+        ({"model": {"seed": 3}}, "Expected `model` to leave `seed` to the grid"),
+        ({"model": {"method": {}}}, "Expected `model` to leave `method` to `methods.NAME.method`"),
         (
             {"methods": {"A(1)": {"config": "soda.yaml"}, "A[1]": {"config": "soda.yaml"}}},
             "both make A_1-N4",
