@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlmi.bench.textbook import begin_textbook, measure_textbook
 from dlmi.bench.timing import StepClock, peak_of, seconds_of
 from dlmi.lm.frozen_lm import FrozenLM
-from dlmi.lm.products import plain_products
+from dlmi.lm.products import plain_products, product
 from dlmi.methods import DLMI
 from dlmi.run.data import TargetDataModule
 from dlmi.run.inverter import Inverter
@@ -100,10 +100,10 @@ class Floor:
         torch.autograd.grad(loss, embeds)
 
     def step(self) -> None:
-        """The pass and the two products, into allocated memory."""
+        """The pass and the two products."""
         self.lm_pass()
-        torch.mm(self.weights, self.matrix, out=self.gradient)
-        torch.mm(self.gradient, self.matrix.T, out=self.weights)
+        product(self.weights, self.matrix)
+        product(self.gradient, self.matrix.T)
 
     def operations(self) -> int:
         """Floating-point operations of the matrix products in a step, attention included."""

@@ -30,6 +30,7 @@ floor: what no implementation can leave out, the LM's forward and backward pass 
 the two products with the embedding matrix.
 textbook: a plain implementation of the method, in a process of its own.
 """
+_OF_MATMUL = "of matmul: share of the speed of a bare matrix product in the same dtype.\n"
 # Columns of the tables, and the format of their cells.
 _SHAPE = {"N": "{prompt_length}", "M": "{target_length}"}
 _SECONDS = _SHAPE | {
@@ -46,19 +47,22 @@ _MEMORY = _SHAPE | {
     "LM's pass": "{floor_peak_bytes:.0f}",
     "textbook": "{textbook_peak_bytes:.0f}",
     "token-passes/s": "{token_passes_per_second:.0f}",
-    "of matmul speed": "{matmul_share:.0%}",
+    "of matmul": "{matmul_share:.0%}",
 }
 _SEARCH = _SHAPE | {
     "slots": "{slots}",
     "passes in": "{pass_dtype}",
     "seconds": "{seconds_per_step:.3g}",
     "token-passes/s": "{token_passes_per_second:.0f}",
-    "of matmul speed": "{matmul_share:.0%}",
+    "of matmul": "{matmul_share:.0%}",
+}
+_SHARES = _SHAPE | {
+    "slots": "{slots}",
     "evaluation": "{evaluation:.0%}",
     "gradient": "{gradient:.0%}",
     "candidates": "{candidates:.0%}",
     "LM calls": "{calls_per_step:.1f}",
-    "tokens a call": "{tokens_per_call:.0f}",
+    "tokens/call": "{tokens_per_call:.0f}",
 }
 
 
@@ -115,12 +119,14 @@ def bench(
             {name: value / 1e6 if "bytes" in name else value for name, value in line.items()}
             for line in steps
         ]
-        print(_LEGEND)
+        print(_LEGEND + _OF_MATMUL)
         _print("Seconds of a step, medians", _SECONDS, steps)
         _print("Peak memory of a step in MB, and speed of this tool", _MEMORY, in_mb)
     if searches:
         title = f"SwapSearch, {token_budget} token-passes a target; a step is one of all slots"
+        print(_OF_MATMUL)
         _print(title, _SEARCH, searches)
+        _print("Shares of its time, and LM calls of a step", _SHARES, searches)
     report = {
         "date": datetime.now().isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),

@@ -5,6 +5,7 @@ An error in the user's input ends in one line and exit code 2, Ctrl-C in exit co
 
 import importlib
 import logging
+import os
 import re
 import sys
 import warnings
@@ -151,6 +152,7 @@ def _quieten() -> None:
     if not own.handlers:
         own.addHandler(logging.StreamHandler())
     own.setLevel(logging.INFO)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for message in (

@@ -23,6 +23,7 @@ from dlmi.estimators.sampling import gumbel_softmax
 from dlmi.estimators.soft_prompt import SoftPrompt, soft_embeds
 from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.norm_gradients import NormGradientScale, scaled_norm_gradients
+from dlmi.lm.products import product
 from dlmi.lm.transfer import HOST, Arrived, Parcel, moved
 from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows
 from dlmi.scoring.fluency import Fluency
@@ -283,11 +284,11 @@ class Engine:
         matrix = self._matrix.to(gradients[0].dtype)
         for gradient, swaps in zip(gradients, wanted, strict=True):
             if swaps.momentum:  # on gradients of one-hot rows of length 1
-                norms = torch.linalg.vector_norm(gradient @ matrix.T, dim=-1, keepdim=True)
+                norms = torch.linalg.vector_norm(product(gradient, matrix.T), dim=-1, keepdim=True)
                 gradient /= norms.clamp_min(torch.finfo(norms.dtype).tiny)
             if swaps.carried is not None:
                 gradient.lerp_(swaps.carried.to(gradient), swaps.momentum)
-        promises = -(torch.cat(gradients) @ matrix.T)  # (B * N, V)
+        promises = -product(torch.cat(gradients), matrix.T)  # (B * N, V)
         lengths = [asked.length for asked in passes]
         for swaps, own in zip(wanted, torch.split(promises, lengths), strict=True):
             swaps.tokens.bar_(own)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from dlmi.lm import products
-from dlmi.lm.products import use_packed_products
+from dlmi.lm.products import product, use_packed_products
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 _WAYS = [(torch.float32, "mkl"), (torch.float32, "onednn"), (torch.bfloat16, "onednn")]
@@ -100,6 +100,16 @@ def test_matrices_are_packed_once_where_there_is_room_for_them(dtype, monkeypatc
     other = _layer("linear", dtype)
     use_packed_products(other)
     assert type(other) is nn.Linear
+
+
+@pytest.mark.parametrize("rows", [1, 7, 700])
+def test_products_with_a_block_of_a_matrix_are_plain_products(dtype, rows):
+    torch.manual_seed(0)
+    matrix, near = torch.randn(90, 24, dtype=dtype), _TOLERANCE[dtype]
+    inputs, weights = torch.randn(rows, 24, dtype=dtype), torch.rand(rows, 50, dtype=dtype)
+    block = matrix[30:80]
+    torch.testing.assert_close(product(inputs, block.T), inputs @ block.T, rtol=near, atol=near)
+    torch.testing.assert_close(product(weights, block), weights @ block, rtol=near, atol=near)
 
 
 def test_a_library_that_is_wrong_or_missing_is_not_used(dtype, monkeypatch):

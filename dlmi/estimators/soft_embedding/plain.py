@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlmi.estimators.noise import column_words, minus_gumbel_
 from dlmi.estimators.soft_embedding.rows import RowGroup, RowSums
+from dlmi.lm.products import product
 
 _LOG2_E = math.log2(math.e)  # entries are kept as binary logarithms: exp2 is faster than exp
 _BLOCK = 2**19  # entries of a block: 2 MiB in float32, so that it stays in the cache
@@ -32,7 +33,7 @@ def forward(group: RowGroup, matrix: Tensor, sums: RowSums, hard: bool) -> None:
         sums.peak.copy_(peak)
         weights = x.sub_(peak).exp2_()
         sums.total.mul_(correction).add_(weights.sum(-1, keepdim=True))
-        sums.soft.mul_(correction).addmm_(weights, matrix[columns].to(x.dtype))
+        sums.soft.mul_(correction).add_(product(weights, matrix[columns].to(x.dtype)))
     sums.soft.div_(sums.total)
 
 
@@ -51,18 +52,17 @@ def backward(
     gradient = gradient / sums.total  # so that no block has to be divided
     mean = (gradient * sums.soft).sum(-1, keepdim=True)  # (rows, 1)
     inverse_tau = {slot: rows[0] for slot, rows in group.split(group.inverse_tau)}  # (N, 1) each
-    buffers = [mean.new_empty(group.rows * _block_columns(group)) for _ in range(2)]
+    buffer = mean.new_empty(group.rows * _block_columns(group))
     for columns, x in _blocks(group):
-        weights, product = (_leading(buffer, group.rows, columns) for buffer in buffers)
+        weights = _leading(buffer, group.rows, columns)
         torch.exp2(x.sub_(sums.peak), out=weights)
-        torch.mm(gradient, matrix[columns].to(x.dtype).T, out=product)
-        product.sub_(mean).mul_(weights)  # the gradient with respect to x
-        for slot, rows in group.split(product):
+        by_x = weights.mul_(product(gradient, matrix[columns].to(x.dtype).T).sub_(mean))
+        for slot, rows in group.split(by_x):
             logit_gradients[slot][:, columns].addcmul_(rows.sum(0), inverse_tau[slot])
         if tau_gradient is not None:
-            # A row of `product` sums to zero, so x may be taken from its peak: nothing cancels.
+            # A row of `by_x` sums to zero, so x may be taken from its peak: nothing cancels.
             x.clamp_min_(torch.finfo(x.dtype).min)  # a barred entry: -inf times 0 would be nan
-            by_tau = x.mul_(product).sum(-1, keepdim=True).mul_(group.inverse_tau / _LOG2_E)
+            by_tau = x.mul_(by_x).sum(-1, keepdim=True).mul_(group.inverse_tau / _LOG2_E)
             for slot, rows in group.split(by_tau):
                 tau_gradient[slot].sub_(rows.sum((0, 2)))
 
