@@ -58,7 +58,8 @@ def product(inputs: Tensor, matrix: Tensor) -> Tensor:
 
     What oneDNN gains by wider vectors it gains here too.
     """
-    if matrix.dtype != torch.float32 or not _takes(inputs, matrix, "onednn"):
+    is_faster = matrix.dtype == torch.float32 and _library(matrix.dtype) == "onednn"
+    if not (is_faster and _takes(inputs, matrix)):
         return inputs @ matrix
     found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, matrix.T, None, "none", [], "")
     return found
@@ -85,13 +86,11 @@ class _FrozenConv1D(Conv1D):
 _FROZEN: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _FrozenLinear, Conv1D: _FrozenConv1D}
 
 
-def _takes(inputs: Tensor, weight: Tensor, *libraries: str) -> bool:
-    """Whether a library multiplies them: any, or one of those that are named."""
-    library = _library(weight.dtype)
+def _takes(inputs: Tensor, weight: Tensor) -> bool:
     return bool(
         not _are_plain.get()
         and inputs.dtype == weight.dtype
-        and (library in libraries if libraries else library is not None)
+        and _library(weight.dtype) is not None
         and inputs.device.type == weight.device.type == "cpu"
         and inputs.numel() > 0
         and not weight.requires_grad

@@ -59,6 +59,12 @@ def plain_rows(size: int, examples: Iterable[Example], can_share: bool) -> tuple
     return tuple(Row(size, example, ids, len(ids)) for example, ids in kept)
 
 
+def prompt_places(example: Example, size: int) -> list[int]:
+    """Where the tokens of a prompt stand among all of its row, (N,)."""
+    before = len(example.context.start_ids)
+    return [before + position for position in example.context.positions(size)]
+
+
 @dataclass(frozen=True)
 class Places:
     """What the device needs of a batch."""

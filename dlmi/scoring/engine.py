@@ -25,7 +25,7 @@ from dlmi.lm.frozen_lm import FrozenLM
 from dlmi.lm.norm_gradients import NormGradientScale, scaled_norm_gradients
 from dlmi.lm.products import product
 from dlmi.lm.transfer import HOST, Arrived, Parcel, moved
-from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows
+from dlmi.scoring.batch import Batch, Row, lay_out, plain_rows, prompt_places
 from dlmi.scoring.fluency import Fluency
 from dlmi.scoring.passes import NO_SWAP, REMEMBERED, Account, Cost, Pass, Scores
 from dlmi.scoring.prefixes import Ids, PrefixStore
@@ -137,7 +137,7 @@ class Engine:
         """The rows of a prompt that is no variation: read from where it leaves what is known."""
         rows = []
         for example in asked.examples:
-            ids, end = _whole_ids(asked.prompts, example), _places(example, asked.length)[-1]
+            ids, end = _whole_ids(asked.prompts, example), prompt_places(example, asked.length)[-1]
             shared = max((len(common_beginning([ids, own])) for own in known), default=0)
             start = min(max(shared, len(example.context.prefix_ids)), end)
             rows.append(Row(asked.length, example, ids[:start], start))
@@ -155,7 +155,7 @@ class Engine:
             first = [min(first)] * len(first)
         rows_from: dict[int, list[Row]] = {i: [] for i in first}
         for example in asked.examples:
-            starts = _places(example, size)
+            starts = prompt_places(example, size)
             prefix_ids = _whole_ids(asked.like_ids, example)[: starts[max(first)]]
             for i, rows in rows_from.items():
                 rows.append(Row(size, example, prefix_ids, starts[i]))
@@ -310,12 +310,6 @@ def _whole_ids(prompt: Tensor | SoftPrompt, example: Example) -> Ids:
     """All ids that the LM reads of one discrete prompt, (N,) or (1, N), in its context."""
     assert isinstance(prompt, Tensor)
     return example.context.ids(prompt.flatten().tolist())
-
-
-def _places(example: Example, size: int) -> list[int]:
-    """Where the tokens of a prompt stand among all that are read, (N,)."""
-    before = len(example.context.start_ids)
-    return [before + position for position in example.context.positions(size)]
 
 
 def _weights(passes: Sequence[Pass], batch: Batch, parcel: Parcel) -> Arrived | None:
