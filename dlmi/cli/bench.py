@@ -61,7 +61,7 @@ _SHARES = _SHAPE | {
     "evaluation": "{evaluation:.0%}",
     "gradient": "{gradient:.0%}",
     "candidates": "{candidates:.0%}",
-    "LM calls": "{calls_per_step:.1f}",
+    "calls": "{calls_per_step:.1f}",
     "tokens/call": "{tokens_per_call:.0f}",
 }
 
