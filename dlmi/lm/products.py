@@ -58,8 +58,8 @@ def product(inputs: Tensor, matrix: Tensor) -> Tensor:
 
     What oneDNN gains by wider vectors it gains here too.
     """
-    is_faster = matrix.dtype == torch.float32 and _library(matrix.dtype) == "onednn"
-    if not (is_faster and _takes(inputs, matrix)):
+    takes = _takes(inputs, matrix) and matrix.dtype == torch.float32
+    if not (takes and _library(matrix.dtype) == "onednn"):
         return inputs @ matrix
     found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, matrix.T, None, "none", [], "")
     return found
